@@ -12,12 +12,13 @@ LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 # TESTS takes more of pytest's arguments
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 NBMAKE := OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1
+QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.py
 FIRST_NOTEBOOKS := 0[0-5]_*.ipynb
 # Modules are compiled when they are first imported, few of many; without bytecode every process would do it again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test test-rest test-all test-claims test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +49,19 @@ test-all: lint ## style, types, all tests with their coverage, every notebook
 test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with those that break a claim (NB=12: one of them)
 	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'
 	OMP_NUM_THREADS=1 NB=$(NB) $(BIN)/python -m pytest -m claims tests/project/test_claims.py
+
+test-quantised: $(STAMP) ## the tests that need torchao, in .venv-quantised: its import writes warnings that no other run should show
+	@test -f .venv-quantised/.installed || $(MAKE) .venv-quantised/.installed
+	.venv-quantised/bin/python -W ignore -c 'import torchao'
+	OMP_NUM_THREADS=1 .venv-quantised/bin/python -m pytest -q -k 'quantised or quantized' $(QUANTISED)
+
+# Everything but torchao comes from .venv
+.venv-quantised/.installed: constraints.txt
+	$(BIN)/python -m venv --clear .venv-quantised
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
+	  "$$(.venv-quantised/bin/python -c 'import site; print(site.getsitepackages()[0])')/with_venv.pth"
+	.venv-quantised/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchao
+	@touch $@
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -94,7 +108,7 @@ train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
-	rm -rf $(VENV) outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) .venv-quantised outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 # pip first, if it can be had: older ones take twice as long. Then torch, by its pin alone, so that nothing else decides
 # which build is taken

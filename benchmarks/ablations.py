@@ -1,12 +1,13 @@
-"""What each tiny model loses without each of its mechanisms: `python -m refvl bench ablations`.
+"""Measure what each tiny model loses without each of its mechanisms: `python -m refvl bench ablations`.
 
-Held-out scenes are asked about as they are, and again with one mechanism taken away, by `model.trace(replace=...)`:
-a table of zeros, no rotation, full attention in place of windows, no DeepStack. Some are exchanged instead of taken
-away, such as height and width, and what the answer should then be is known: the share that follows is measured, too.
-Only what the mechanism serves changes; pixels, weights and prompt stay, or the prompt changes and the rest stays.
+Held-out scenes are asked about unchanged, and again with one mechanism removed by `model.trace(replace=...)`: a table
+of zeros, no rotation, full attention instead of windows, no DeepStack. Some mechanisms are exchanged instead of
+removed, such as height and width. Then the new answer is known, and the share of answers that follow the exchange is
+measured, too. Only the inputs of the mechanism change: either pixels, weights and prompt are kept, or only the prompt
+changes.
 
-A row is needed if its share is separated from that of the plain run: their 95 % intervals do not overlap. With
---write the result goes to data/measurements/ablations.json, and the figure of it to data/figures/ablations.png.
+A mechanism counts as needed if its share is separated from that of the plain run: their 95 % intervals do not overlap.
+With --write the result is written to data/measurements/ablations.json, and its figure to data/figures/ablations.png.
 """
 
 import json
@@ -24,7 +25,7 @@ from torch import Tensor
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
 from data.training import evaluate_step3, evaluate_tiny, scenes
-from data.training.evaluate_tiny import interval, transposed_table
+from data.training.evaluate_tiny import exchange_places, interval, transposed_table
 from data.training.run import digest
 from data.training.tiny_family import find_family
 from refvl.paths import DATA
@@ -32,7 +33,7 @@ from refvl.study.report import Trace
 from refvl.viz import plot_ablations
 from refvl.viz.style import png_of
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "step3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "minicpmv4_7", "step3")
 CHANCE = {
     "color": 1 / len(scenes.COLORS), "shape": 1 / len(scenes.SHAPES), "place": 1 / len(scenes.PLACES),
     "motion": 1 / len(scenes.DIRECTIONS), "change": 1 / scenes.STEPS,
@@ -42,7 +43,7 @@ COLUMNS = {"model": "19", "without": "30", "question": "8", "right": ">5", "foll
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question: what `chat` takes, the answer, and the plain run of it, once there is one."""
+    """A question: the arguments of `chat`, the answer, and the plain run once there is one."""
 
     arguments: dict
     answer: str
@@ -52,11 +53,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """A mechanism and how it is taken away.
+    """A mechanism and the way it is removed.
 
-    changes: the plain run -> `replace` of `trace`. arguments: a question -> other arguments of `chat`. told: a
-    question -> the answer that what the model is told now asks for, None if that is not known. kinds: of questions
-    that can be asked; all if empty.
+    changes: a function from the plain run to the `replace` of `trace`. arguments: a function from a question to other
+        arguments of `chat`.
+    told: a function from a question to the answer that follows from the changed input; None if it is not known. kinds:
+    the kinds of questions that can be asked; all kinds if empty.
     """
 
     name: str
@@ -75,14 +77,14 @@ def zeros_of(name: str) -> Callable[[Trace], dict[str, Callable]]:
 
 
 def full_attention(plan: Any) -> Any:
-    """Every window is its whole frame."""
+    """Make every window its whole frame."""
     return replace(
         plan, cu_window_seqlens=plan.cu_seqlens, window_groups=plan.groups, max_window_seqlen=plan.max_seqlen
     )
 
 
 def shuffled_windows(plan: Any) -> Any:
-    """Windows of the same sizes that gather tokens of a frame in no order; every patch keeps its rotary angles."""
+    """Use windows of the same sizes that gather random tokens of a frame; every patch keeps its rotary angles."""
     m = len(plan.positions) // len(plan.window_index)  # patches of a token
     ends = (plan.cu_seqlens // m).tolist()
     rng = np.random.default_rng(0)
@@ -98,20 +100,20 @@ def whole_plans(function: Callable[[Any], Any]) -> Callable[[Trace], dict[str, C
 
 
 def without_deepstack(trace: Trace) -> dict[str, Callable]:
-    """Zeros in place of the features that later layers are given."""
+    """Replace the features for later layers by zeros."""
     width = trace.inputs_embeds.shape[-1]
     cut = lambda rows: torch.cat([rows[:, :width], torch.zeros_like(rows[:, width:])], dim=1)  # noqa: E731
     return {"encode": lambda embeds: [cut(rows) for rows in embeds]}
 
 
 def of_resampler(**fields: Callable[[Any], Any]) -> Callable[[Trace], dict[str, Callable]]:
-    """Replace fields of the resampler's part of each plan by what these functions make of that part."""
+    """Replace fields of the resampler's part of each plan by the results of these functions."""
     change = lambda part: replace(part, **{name: function(part) for name, function in fields.items()})  # noqa: E731
     return whole_plans(lambda plan: replace(plan, resampler=change(plan.resampler)))
 
 
 def times_exchanged(part: Any) -> Tensor:
-    """Times run backwards over all frames, of which each keeps its place in its pack."""
+    """Reverse the times of all frames; each frame stays at its position in its pack."""
     times = part.times
     [present] = torch.where(times >= 0)
     ids, numbers = times[present].unique(return_inverse=True)
@@ -147,7 +149,7 @@ def at_one(spans: list[Tensor]) -> list[Tensor]:
 
 
 def reversed_times(spans: list[Tensor]) -> list[Tensor]:
-    """The steps of a video at each other's t, whether they share a span or have one each."""
+    """Exchange the t of a video's steps, whether they share a span or have one each."""
     if len(spans) > 1:
         return [torch.cat([other[:1], own[1:]]) for own, other in zip(spans, reversed(spans), strict=True)]
     [thw] = spans
@@ -165,26 +167,49 @@ def token_blocks(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Tra
     return of
 
 
-SLICES = [1, 0, 3, 2]  # the order in which slices come, if they are exchanged
+def on_canvas(order: tuple[int, ...]) -> Callable[[Trace], dict[str, Callable]]:
+    """Slices, with their marks, at each other's places on the canvas."""
+    return lambda trace: {"positions": lambda now: exchange_places(replace(trace, positions=now), order).positions}
+
+
+def one_place(trace: Trace) -> dict[str, Callable]:
+    """An overview, its slices and all of their marks at one position."""
+    first, last = trace.spans[0].offset - 1, trace.spans[-1].offset + trace.spans[-1].num_tokens
+
+    def positions(positions_3L: Tensor) -> Tensor:
+        changed = positions_3L.clone()
+        changed[:, first : last + 1] = positions_3L[:, first : first + 1]
+        return changed
+
+    return {"positions": positions}
+
+
+SLICES = [1, 0, 3, 2]  # the order of the slices if they are exchanged
+CANVAS = (8, 7, 6, 5, 4, 3, 2, 1, 0)  # the slice at whose place each slice stands
 
 
 def mirrored(asked: Asked) -> str:
-    """The place, if height and width are exchanged."""
+    """Return the place that follows if height and width are exchanged."""
     return scenes.PLACES[scenes.TRANSPOSED[scenes.PLACES.index(asked.answer)]]
 
 
 def opposite(asked: Asked) -> str:
-    """The direction if time runs backwards; other answers as they are."""
+    """Return the direction that follows if time is reversed; other answers are unchanged."""
     return scenes.OPPOSITE.get(asked.answer, asked.answer)
 
 
 def moved_corners(asked: Asked) -> str:
-    """The place that exchanged slices tell; what lies in no corner stays."""
+    """Return the place that exchanged slices indicate; objects outside the corners keep their place."""
     return scenes.PLACES[scenes.places_of_slices(SLICES)[scenes.PLACES.index(asked.answer)]]
 
 
+def moved_on_canvas(asked: Asked) -> str:
+    """The place that the canvas tells; the center stays."""
+    return scenes.PLACES[CANVAS[scenes.PLACES.index(asked.answer)]]
+
+
 def rolled_seconds(asked: Asked) -> dict:
-    """The same frames, each step at the second of the next."""
+    """Return the same frames, where each step has the timestamp of the next."""
     scene = replace(asked.scene, seconds=(*asked.scene.seconds[1:], asked.scene.seconds[0]))
     return asked.arguments | evaluate_tiny.media_of(scene)
 
@@ -239,6 +264,15 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
         Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])]), kinds=IMAGES),
         Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]]), kinds=IMAGES),
     ),
+    "minicpmv4_7": (
+        TABLE[0],
+        Ablation(
+            "slices exchanged on the canvas", "canvas", on_canvas(CANVAS), told=moved_on_canvas, kinds=("place",)
+        ),
+        Ablation("one position for all", "canvas", one_place),
+        Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])])),
+        Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]])),
+    ),
     "step3": (
         *TABLE,
         Ablation("no crops", "crops", token_blocks(lambda b: [*map(torch.zeros_like, b[:-1]), b[-1]])),
@@ -251,7 +285,7 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
 
 
 def questions_of(name: str, count: int) -> dict[str, list[Asked]]:
-    """Kind -> held-out questions of the family `name`, whose answers are known."""
+    """Return kind -> held-out questions of the family `name` whose answers are known."""
     if name == "step3":
         kinds = evaluate_step3.CHANCE
         found = {kind: evaluate_step3.requests_for(kind, count) for kind in kinds}
@@ -271,7 +305,7 @@ def said(model: refvl.VLM, traces: list[Trace], batch: int = 50) -> list[str]:
 
 
 def ask(model: refvl.VLM, asked: list[Asked], ablation: Ablation) -> list[str]:
-    """The answers without the mechanism."""
+    """Return the answers without the mechanism."""
     traces = []
     for question in asked:
         arguments = ablation.arguments(question) if ablation.arguments else question.arguments
@@ -280,7 +314,7 @@ def ask(model: refvl.VLM, asked: list[Asked], ablation: Ablation) -> list[str]:
 
 
 def rows_of(name: str, count: int) -> Iterator[dict]:
-    """One for each kind of question: the plain run, and each ablation that serves the kind."""
+    """Return one result for each kind of question: the plain run, and each ablation that applies to the kind."""
     folder = find_family(name).folder if name != "step3" else evaluate_step3.FAMILY.folder
     model = refvl.load(folder, device="cpu", progress=False)
     chance = evaluate_step3.CHANCE if name == "step3" else CHANCE
@@ -296,7 +330,7 @@ def rows_of(name: str, count: int) -> Iterator[dict]:
 
 
 def row_of(without: str, mechanism: str, asked: list[Asked], answers: list[str], told=None) -> dict:
-    """What was right, and what followed what the model is told; of the latter only where the two differ."""
+    """Count the correct answers, and those that follow the changed input; the latter only if the two differ."""
     pairs = list(zip(asked, answers, strict=True))
     row = {"mechanism": mechanism, "without": without, "n": len(pairs)}
     row["right"] = sum(answer == q.answer for q, answer in pairs)
@@ -306,7 +340,7 @@ def row_of(without: str, mechanism: str, asked: list[Asked], answers: list[str],
 
 
 def is_needed(row: dict, plain: dict) -> bool:
-    """Whether the 95 % interval of a row lies below that of the plain run."""
+    """Return whether the 95 % interval of a result lies below that of the plain run."""
     (_, high), (low, _) = (interval(r["right"] / r["n"], r["n"]) for r in (row, plain))
     return high < low
 
@@ -325,7 +359,7 @@ def measure(names: list[str], count: int) -> dict:
 
 
 def draw(rows: list[dict]) -> None:
-    """data/figures/ablations.png: a panel per model."""
+    """Draw data/figures/ablations.png, with a panel per model."""
     models = {model: [row for row in rows if row["model"] == model] for model in {row["model"]: 0 for row in rows}}
     heights = [len({row["without"] for row in of_model}) + 2 for of_model in models.values()]
     figure = plt.figure(figsize=(8, 0.3 * sum(heights)), layout="constrained")
@@ -342,7 +376,7 @@ def run(
     model: Annotated[str, typer.Option(help="only the family of this name")] = "",
     write: Write = False,
 ) -> None:
-    """What each tiny model loses without each of its mechanisms."""
+    """Measure what each tiny model loses without each of its mechanisms."""
     device, names = resolve_device("cpu"), [name for name in MODELS if model in ("", name)]
     measured = measure(names, count)
     if write:

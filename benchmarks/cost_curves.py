@@ -1,9 +1,9 @@
-"""How costs grow with pixels, frames, items and prompt tokens: `python -m benchmarks.cost_curves`.
+"""Measure how costs grow with pixels, frames, items and prompt tokens: `python -m benchmarks.cost_curves`.
 
-Tiny configs and one thread of a CPU: exponents do not depend on the width. Each point is measured in processor seconds;
-where torch counts multiplications and additions, they stand beside, without noise. The exponent is the slope of the
-straight line through the largest sizes of a curve on logarithmic axes. With --write the results go to
-data/measurements/cost_curves_cpu.json.
+Configs are tiny and run on one CPU thread, because exponents do not depend on the width. Each point is measured in CPU
+time. If torch can count multiplications and additions, the noise-free counts are printed next to it. An exponent is the
+slope of a straight line through the largest sizes of a curve on logarithmic axes. With --write the results are written
+to data/measurements/cost_curves_cpu.json.
 """
 
 import math
@@ -41,7 +41,7 @@ from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_p
 from refvl.study.arithmetic import encoder_operations, prefill_operations
 
 NAME = "cost_curves_cpu"
-FITTED = 4  # sizes, the largest, that an exponent is fitted to: in smaller ones fixed costs show
+FITTED = 4  # the number of largest sizes to which an exponent is fitted: smaller ones show fixed costs
 SIDES = (112, 196, 336, 588, 1036, 1540, 2044)  # px
 FRAMES = (2, 8, 32, 80, 160, 320, 640)
 ITEMS = (1, 4, 16, 32, 64, 128, 256)
@@ -53,7 +53,7 @@ PICTURES_PER_REPLAY = 8
 
 @dataclass(frozen=True)
 class Curve:
-    """prepare: size -> (x, what is called, its operations); x is what the exponent is of: patches, frames, ...
+    """prepare: a function from a size to (x, a call, its operations); the exponent is that of x: patches, frames, ...
 
     The operations are those of the sizes; the run is counted, too, and has to agree.
     """
@@ -70,7 +70,7 @@ def picture(side: int) -> list[tuple[int, int, int]]:
 
 
 def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> tuple[Callable, int]:
-    """The forward of a random tower, its plan included."""
+    """Return the forward of a random tower, including its plan, and its operations."""
     torch.manual_seed(0)
     tower = Qwen2_5_VisionTransformer(config).eval()
     x = torch.randn(sum(math.prod(grid) for grid in grids), config.patch_values)
@@ -78,7 +78,7 @@ def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> tuple[
 
 
 def attention_on(side: int, windows: bool) -> tuple[int, Callable, int]:
-    """One layer's attention alone, within windows or whole frames: every query times every key, scores times values."""
+    """Return the attention of one layer, in windows or whole frames (queries times keys, scores times values)."""
     plan = Qwen2_5_VisionTransformer(CONFIG).plan(picture(side))
     segments: Segments = plan
     if windows:
@@ -113,20 +113,20 @@ def packing_on(items: int) -> tuple[int, Callable, int]:
 
 
 def positions_on(tokens: int) -> tuple[int, Callable, int]:
-    """A prompt that is a picture for the most part."""
+    """Build a prompt that consists mostly of an image."""
     side = math.isqrt(tokens)
     return tokens, partial(get_mrope_input_positions, tokens, [MediaSpan(0, 1, side, side)]), 0
 
 
 def text_model():
-    """The shipped one; it is not asked for answers."""
+    """Load the shipped model; its answers are not used."""
     model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False).language_model
     model.config.max_position_embeddings = 2**16
     return model
 
 
 def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Callable, int]:
-    """The whole prompt; with a chunk, only its last tokens, which read the keys and values of all."""
+    """Read the whole prompt; with a chunk, only its last tokens, which read all keys and values."""
     new = chunk or tokens
     embeds, positions = torch.randn(1, new, model.config.hidden_size), torch.arange(tokens)[-new:].expand(3, 1, -1)
 
@@ -144,7 +144,7 @@ def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Calla
 
 
 def curves() -> list[Curve]:
-    """Exponents that are expected: attention over whole frames and whole prompts 2, all else 1."""
+    """Return the expected exponents: 2 for attention over whole frames and whole prompts, 1 for everything else."""
     model = text_model()
     tower = lambda side: (math.prod(picture(side)[0]), *tower_on(picture(side)))  # noqa: E731
     return [
@@ -164,13 +164,13 @@ def curves() -> list[Curve]:
 
 
 def exponent(xs: list[float], ys: list[float]) -> float:
-    """The slope through the largest sizes, on logarithmic axes."""
+    """Return the slope through the largest sizes on logarithmic axes."""
     return float(np.polyfit(np.log(xs[-FITTED:]), np.log(ys[-FITTED:]), 1)[0])
 
 
 @torch.no_grad()
 def measure(curve: Curve, repeats: int) -> dict:
-    """Its points, and the exponents of time and, where there are any, of operations."""
+    """Return the points of a curve, and the exponents of time and, if they can be counted, of operations."""
     points = []
     for size in curve.sizes:
         x, call, operations = curve.prepare(size)
@@ -184,7 +184,7 @@ def measure(curve: Curve, repeats: int) -> dict:
 
 
 def run(repeats: Repeats = 3, write: Write = False) -> None:
-    """Exponents of cost against pixels, frames, items and prompt tokens."""
+    """Print the exponents of cost against pixels, frames, items and prompt tokens."""
     device = resolve_device("cpu")
     announce(NAME, "costs by pixels, frames, items and prompt tokens", repeats + 1)
     columns = {"cost": "<28", "of": "<14", "expected": ">8", "time": ">6", "operations": ">10", "largest": ">12"}

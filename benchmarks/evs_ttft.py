@@ -1,9 +1,9 @@
-"""Time to the first token against the pruning rate, by EVS and by VidCom2: `python -m benchmarks.evs_ttft`.
+"""Measure the time to the first token at each pruning rate, with EVS and VidCom2: `python -m benchmarks.evs_ttft`.
 
-A clip of ten frames whose tokens dominate the prompt, through a random model with the width of Qwen2.5-VL-3B and few
-layers (all of them on CUDA): times depend on shapes, not on contents. Rules and rates alternate in one run, and figures
-are medians. The encoder, which sees the whole clip at every rate, is in the time to the first token. With --write the
-results go to data/measurements/evs_ttft_<cpu|cuda>.json.
+A video of ten frames, whose tokens dominate the prompt, runs through a random model with the width of Qwen2.5-VL-3B and
+few layers (all of them on CUDA). Times depend on shapes and not on contents. Rules and rates alternate within a run,
+and figures are medians. The time to the first token includes the encoder, which processes the whole video at every
+rate. With --write the results are written to data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
 import json
@@ -27,12 +27,12 @@ from refvl.positions import PRUNERS
 from refvl.trace import synchronized_time
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-CPU_LAYERS = 4  # of tower and language model; on CUDA all of them
+CPU_LAYERS = 4  # layers of tower and language model; all of them on CUDA
 CONFIG = DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json"
 
 
 def build(device: str, layers: int | None) -> refvl.VLM:
-    """A random model of the 3B's width; `layers` cuts tower and language model."""
+    """Build a random model of the 3B's width; `layers` cuts tower and language model."""
     config = json.loads(CONFIG.read_text())
     if layers:
         config["num_hidden_layers"] = layers
@@ -41,16 +41,16 @@ def build(device: str, layers: int | None) -> refvl.VLM:
 
 
 def prompt_ids(vlm: refvl.VLM, tokens: int) -> torch.Tensor:
-    """(1, L): a few words, the clip, a few words."""
+    """Return a prompt of a few words, the video, and a few words, (1, L)."""
     c = vlm.config
     clip = [c.vision_start_token_id, *[c.video_token_id] * tokens, c.vision_end_token_id]
     return torch.tensor([[*range(100, 115), *clip, *range(200, 215)]])
 
 
 def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
-    """One row per rule and rate: prompt tokens kept, and the median seconds of the mask, and to the first token.
+    """Return one row per rule and rate: prompt tokens kept, and the median seconds of the mask and to the first token.
 
-    The encoder sees the whole clip at every rate: its seconds are measured once and belong to all rows.
+    The encoder processes the whole video at every rate, so its time is measured once and added to all rows.
     """
     frames = np.random.default_rng(0).integers(0, 256, (10, 252, 448, 3), dtype=np.uint8)
     (patches,) = vlm.processor.patchify([load_video(frames)])
@@ -58,7 +58,7 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     pixel_values, (t, h, w) = patches.pixel_values.to(vlm.device), patches.media_tokens.thw
     ways = [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]
     times: dict[tuple, list[float]] = {(what, way): [] for what in ("encode", "mask", "rest") for way in ways}
-    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # ways take turns: no row is ready before the last
+    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # no row is ready before the last round
         with torch.inference_mode():
             encode, embeds = timed(vlm, lambda: vlm.encoder(pixel_values, [patches.layout]))
         for rule, q in ways:
@@ -68,7 +68,7 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
                 second_per_grid_ts=[1.0], pruning_rate=q, pruning=rule or "evs",
             )  # fmt: skip
             seconds = {"encode": encode, "mask": timed(vlm, mask)[0], "rest": timed(vlm, rest)[0]}
-            for what in seconds if i else ():  # the first round warms up
+            for what in seconds if i else ():  # the first round is a warm-up
                 times[what, (rule, q)].append(seconds[what])
     text, median = (
         ids.shape[1] - patches.media_tokens.num_tokens,
@@ -89,17 +89,17 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
 
 
 def timed(vlm: refvl.VLM, call: Callable) -> tuple[float, Any]:
-    """Seconds and result of a call, with the device's queue empty before and after it."""
+    """Return seconds and result of a call; the device's queue is empty before and after it."""
     start = synchronized_time(vlm.device)
     result = call()
     return synchronized_time(vlm.device) - start, result
 
 
 def run(device: Device = "auto", repeats: Repeats = 5, write: Write = False) -> None:
-    """Time to the first token against the pruning rate, and what the mask takes of it."""
+    """Measure the time to the first token at each pruning rate, and how much of it the mask takes."""
     device = resolve_device(device)
     layers = CPU_LAYERS if device == "cpu" else None
-    announce(f"evs_ttft_{device}", f"a clip at pruning rates {RATES}, {repeats} rounds", repeats + 1)
+    announce(f"evs_ttft_{device}", f"a video at pruning rates {RATES}, {repeats} rounds", repeats + 1)
     rows = measure(build(device, layers), repeats)
     table = Table("rule", "q", "prompt tokens", "mask", "of a full prefill", "first token after", "relative to q = 0")
     for row in rows:

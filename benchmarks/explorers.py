@@ -1,8 +1,8 @@
-"""What every explorer weighs and how fast it answers, as tables in Markdown: `python -m benchmarks.explorers`.
+"""Print the size and response time of every explorer as Markdown tables: `python -m benchmarks.explorers`.
 
-Nothing is measured here: `RECORD=1 make test-browser` measures in Chromium, on a quiet machine, and keeps
-data/measurements/explorers_browser.json; with ALL=1 it runs all notebooks as well. `make site` writes the pages that
-are weighed. A step lasts from an input to the second frame painted after it; the median of twenty.
+Nothing is measured here. `RECORD=1 make test-browser` measures in Chromium, on a quiet machine, and saves
+data/measurements/explorers_browser.json; with ALL=1 it also runs all notebooks. `make site` writes the pages whose
+sizes are printed. A step lasts from an input to the second frame painted after it; the table has the median of twenty.
 """
 
 import json
@@ -33,7 +33,7 @@ MADE_BY_AND_BEFORE = {
 
 
 def explorer_rows(record: dict) -> Iterator[str]:
-    """A heading, and a line per explorer of a record of tests/browser."""
+    """Format a heading, and a line per explorer of a record of tests/browser."""
     yield "| explorer | made by | states | page, kB | a step on the page, ms | in JupyterLab, ms | before |"
     yield "|---|---|--:|--:|--:|--:|---|"
     for name, (made_by, before) in MADE_BY_AND_BEFORE.items():
@@ -44,7 +44,7 @@ def explorer_rows(record: dict) -> Iterator[str]:
 
 
 def run_all_line(notebooks: dict) -> str:
-    """What Run All did; a notebook is in the record only if no cell failed and none wrote to stderr."""
+    """Format the results of Run All; a notebook is in the record only if no cell failed and none wrote to stderr."""
     ran = notebooks["ran"].values()
     cells, explorers = (sum(row[part] for row in ran) for part in ("cells", "explorers"))
     where = f"Chromium {notebooks['browser']}, {notebooks['date']}"
@@ -52,14 +52,14 @@ def run_all_line(notebooks: dict) -> str:
 
 
 def page_rows(site: Path) -> Iterator[str]:
-    """A heading, and a line per notebook's page in the folder of `make site`."""
+    """Format a heading, and a line per notebook page in the folder of `make site`."""
     yield "| page | kB |"
     yield "|---|--:|"
     yield from (f"| {page.stem} | {page.stat().st_size / 1000:.0f} |" for page in sorted(site.glob("notebooks/*.html")))
 
 
 def run() -> None:
-    """Print the tables of what is there, and how to get what is not."""
+    """Print the tables that exist, and the commands for those that do not."""
     if RECORD.is_file():
         record = json.loads(RECORD.read_text())
         goals = "goals {page} and {lab} ms".format_map(record["goals_ms"])

@@ -1,9 +1,9 @@
-"""What one image, or one video, costs in each family at its true size: `python -m benchmarks.families`.
+"""Compute what one image, or one video, costs in each family at full size: `python -m benchmarks.families`.
 
-Counted, not timed: tokens, positions, memory, and what tower and prefill multiply and add, for images of growing
-side and videos of growing length, sampled as each family does. Only the medium is counted, not the words around it.
-With --write the result goes to data/measurements/families.json. Divided by what a device computes in a second, the
-arithmetic is a time that no run can be below.
+Results are counted, not timed: tokens, positions, memory, and the multiplications and additions of tower and prefill,
+for images of growing side and videos of growing length, sampled as each family does. Only the media item is counted,
+not the words around it. With --write the result is written to data/measurements/families.json. Divided by the
+operations per second of a device, the count is a lower bound for the time of any run.
 """
 
 import itertools
@@ -33,12 +33,12 @@ CLIP_SIZE = (640, 360)  # px
 
 
 def load_released(family: str) -> VLM:
-    """The model at its true size, without memory."""
+    """Build the model at full size, without memory."""
     return load(DATA / f"configs/{CONFIGS[family]}.json", weights="random", device="meta", progress=False)
 
 
 def count(model: VLM, medium) -> dict:
-    """bytes: key-value cache, and activations of the tower. tower, prefill: multiplications and additions."""
+    """bytes: the key-value cache, and the activations of the tower. tower, prefill: multiplications and additions."""
     plan = plan_media(model, medium)
     cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, model.encoder.dtype)
     return {
@@ -53,9 +53,9 @@ def count(model: VLM, medium) -> dict:
 
 
 def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
-    """What the model would read of a file of this length and size: black frames that take no memory.
+    """Return the plan of a file of this length and size; its frames are black and take no memory.
 
-    Raises ValueError where no videos are taken.
+    Raises ValueError if the family accepts no video.
     """
     total = max(1, round(seconds * source_fps))
     indices = vlm.processor.frame_indices(total, source_fps)
@@ -64,7 +64,7 @@ def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: fl
 
 
 def count_positions(vlm: VLM, medium) -> int:
-    """How far a decoded medium moves the positions of the text behind it, without the text in it."""
+    """Return how far a decoded item moves the positions of the text after it, without text inside the item."""
     config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
     is_scaled = kind == "video" and isinstance(config, PatchConfig)
     second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0
@@ -75,7 +75,7 @@ def count_positions(vlm: VLM, medium) -> int:
 
 
 def run(write: Write = False) -> None:
-    """Costs per family, by size of an image and length of a video."""
+    """Print costs per family, by size of an image and length of a video."""
     columns = {"family": "<14", "medium": "<20", "tokens": ">7", "tower": ">9", "prefill": ">9"}
     rows, table = [], PrintedTable("10^12 operations", columns)
     for family in CONFIGS:

@@ -1,9 +1,9 @@
-"""refvl's generated ids beside transformers', on one checkpoint: `python -m benchmarks.generated_ids`.
+"""Compare the ids that refvl and transformers generate from one checkpoint: `python -m benchmarks.generated_ids`.
 
-Both load the same folder in float32 and decode greedily. Behind a clip whose time reaches further than its height and
-width, transformers 5.17 to 5.23 continue the text at another position than vLLM, earlier releases and refvl: such a
-clip is compared as it is and with refvl's positions given to transformers. With --write
-the results go to data/measurements/generated_ids.json.
+Both load the same folder in float32 and decode greedily. If a video's time axis extends beyond its height and width,
+transformers 5.17 to 5.23 place the following text at a different position from vLLM, earlier releases and refvl. Such a
+video is compared twice: unchanged, and with refvl's positions passed to transformers. With --write the results are
+written to data/measurements/generated_ids.json.
 """
 
 from pathlib import Path
@@ -47,9 +47,9 @@ CASES = {
 
 
 def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> list[dict]:
-    """Generate with both; eos is switched off so that every case compares `new_tokens` ids.
+    """Generate with both; eos is switched off, so every case compares `new_tokens` ids.
 
-    One row with transformers' own positions; a second one with refvl's where the two differ.
+    Return one row with transformers' own positions, and a second one with refvl's if the two differ.
     """
     trace = vlm.trace([{"role": "user", "content": content}], max_new_tokens=new_tokens, eos_token_id=None)
     inputs = transformers_inputs(vlm, trace)
@@ -67,13 +67,13 @@ def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> lis
 
 
 def transformers_positions(oracle, inputs: dict) -> torch.Tensor:
-    """(3, L): where the installed release puts the tokens of one prompt."""
+    """Return (3, L), the positions that the installed release computes for one prompt."""
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     return oracle.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0][:, 0]
 
 
 def run(checkpoint: Path = CHECKPOINT, new_tokens: int = 24, write: Write = False) -> None:
-    """refvl's generated ids beside transformers', on one checkpoint, in float32 on the CPU."""
+    """Compare generated ids of refvl and transformers from one checkpoint, in float32 on the CPU."""
     vlm = refvl.load(checkpoint, device="cpu", dtype="float32", progress=False)
     oracle = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     print(f"{len(CASES)} prompts, each answered with {new_tokens} tokens by both: under a minute", flush=True)

@@ -1,14 +1,15 @@
-"""The eager tower against the replay of graphs, by image size and batch: `python -m benchmarks.graphs`.
+"""Compare the eager tower with replayed graphs, by image size and batch: `python -m benchmarks.graphs`.
 
-Four ways to encode the same pictures take turns, with new random pixels every time, so that a busy machine slows all:
+Four ways to encode the same images alternate, with new random pixels every time, so a busy machine slows all of them
+equally:
 
 - eager     the encoder without graphs, its plan included
-- planned   the encoder with its plan at hand: what is left is the forward
-- doubling  replay, budgets that double (`EncoderGraphManager`'s own), plans at hand after the first call
-- fitted    replay, one budget for each size of picture: no padding, for those who know what arrives
+- planned the encoder with an existing plan, so only the forward is timed
+- doubling replay with budgets that double (`EncoderGraphManager`'s own); plans exist after the first call
+- fitted replay with one budget for each image size: no padding, for users who know their input sizes
 
-Outputs are compared before anything is timed. On CUDA the true shapes in bfloat16; on a CPU, where replaying shows
-semantics and no speed, tiny towers and small pictures. With --write the results go to
+Outputs are compared before anything is timed. On CUDA, the shapes are the released ones in bfloat16; on a CPU, where a
+replay shows semantics and not speed, towers and images are tiny. With --write the results are written to
 data/measurements/graphs_<tower>_<cpu|cuda>.json.
 """
 
@@ -41,7 +42,7 @@ from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, p
 from refvl.paths import DATA
 from refvl.study.arithmetic import encoder_operations
 
-TOWERS = {  # the shapes measured on a CPU and on CUDA
+TOWERS = {  # the shapes that are measured on a CPU and on CUDA
     "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),
     "glm4v": ("checkpoints/tiny-glm4v/config.json", "configs/GLM-4.1V-9B-Thinking.json"),
     "minicpmv": ("checkpoints/tiny-minicpmv-4_5/config.json", "configs/MiniCPM-V-4_5.json"),
@@ -55,7 +56,7 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second,
 
 
 def build(tower: str, device: str):
-    """(encoder with random weights, layout of a square picture of so many px)."""
+    """Return (an encoder with random weights, the layout of a square image of this many px)."""
     config = read_config(DATA / TOWERS[tower][device == "cuda"])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     family = find_family(config)
@@ -72,7 +73,7 @@ def values_per_row(encoder) -> int:
 
 
 def fitted_budgets(encoder, layouts: list):
-    """One budget for each of these pictures; for encoders of several paths, on each."""
+    """Return one budget for each of these images; for encoders with several paths, one on each path."""
     if not hasattr(encoder, "paths"):
         return sorted({encoder.item_size(layout)[1] for layout in layouts})
     parts = [encoder.path_layouts(layout) for layout in layouts]
@@ -83,7 +84,7 @@ def fitted_budgets(encoder, layouts: list):
 
 
 def capture(manager: EncoderGraphManager) -> dict:
-    """Capture the manager's graphs; what they cost."""
+    """Capture the manager's graphs and return their cost."""
     seconds = seconds_of(manager.capture, manager.encoder.device.type)
     limits = manager.limits.values()
     return {
@@ -102,7 +103,7 @@ def one_call(encoder, layouts: list) -> Callable:
 
 @torch.inference_mode()
 def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
-    """Median and 99th percentile of each way in ms, the budgets that the managers chose, and how far outputs differ."""
+    """Return median and 99th percentile of each way in ms, the managers' budgets, and the differences of outputs."""
     device, patches = encoder.device, count_rows(encoder, layouts)
     plan = encoder.plan(layouts)
     ways = {
@@ -130,7 +131,7 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
 
 
 def measure_packing(items: int = 64, repeats: int = 50) -> dict:
-    """Both policies on the same random items: milliseconds on the CPU, and the summed budgets."""
+    """Time both policies on the same random items: milliseconds on the CPU, and the summed budgets."""
     generator, budgets = random.Random(0), generate_budgets(64, 4096)
     result: dict[str, float] = {"items": items}
     tokens = [generator.randint(16, 1369) for _ in range(items)]
@@ -146,7 +147,7 @@ def measure_packing(items: int = 64, repeats: int = 50) -> dict:
 
 
 def make_table(tower: str, device: str) -> PrintedTable:
-    """Medians, and how many times as fast as eager; the floor is the arithmetic at the device's peak, where known."""
+    """Format medians and speed-ups over eager; the floor is the arithmetic at the device's peak rate, if known."""
     columns = {"px": ">5", "images": ">6", "tokens": ">6", "eager": ">9"}
     columns |= dict.fromkeys(("planned", "doubling", "fitted"), ">14") | {"floor": ">8"}
     return PrintedTable(f"one call of the {tower} tower on {device}, median ms", columns)
@@ -160,14 +161,14 @@ def as_cells(row: dict) -> list[str]:
 
 
 def run(device: Device = "auto", repeats: Repeats = 50, write: Write = False) -> None:
-    """The eager vision towers against replayed graphs, by image size and batch."""
+    """Compare the eager vision towers with replayed graphs, by image size and batch."""
     device = resolve_device(device)
     for tower in TOWERS:
         run_tower(tower, device, repeats, write)
 
 
 def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
-    """One tower's table and file."""
+    """Measure one tower, and write its table and file."""
     sizes, batches = ", ".join(map(str, SIZES[device])), " and ".join(map(str, BATCHES))
     what = f"the {tower} tower: images of {sizes} px, {batches} a call; timed calls: {repeats}"
     announce(f"graphs_{tower}_{device}", what, WARM_UP + repeats)

@@ -1,14 +1,18 @@
-"""Where the time of a CPU goes, and what a GPU would do with the same work: `python -m benchmarks.performance`.
+"""Measure where the time of a CPU goes, and estimate the same work on a GPU: `python -m benchmarks.performance`.
 
-Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
-linear layers by kernel, and what a prefill gains from it; the tower, which with its counted
-operations and bytes is a point under that roof; pixels to patch rows beside transformers' Pillow processor; decoding
-with a cache of fixed size; the stages of whole answers; a fresh process up to its first answer, and what of that is
-importing torch and transformers' text model.
+Everything is measured in CPU time on one thread, with interleaved calls:
 
-Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, with RMSNorm and attention as CUDA runs
-them, in one kernel each. The notebook makes estimates of them. With --write the results go to
-data/measurements/performance_cpu.json.
+- the best matmul and copy of this machine
+- linear layers by kernel, and what a prefill gains from it
+- the tower with its counted operations and bytes, relative to that best
+- pixels to patch rows, next to transformers' Pillow processor
+- decoding with a cache of fixed size
+- the stages of whole answers
+- a fresh process up to its first answer, and the share of importing torch and transformers' text model
+
+The following is counted and never run: kernels, operations and bytes of the 7B tower in bfloat16, where RMSNorm and
+attention are one kernel each, as on CUDA. The notebook derives estimates from these counts. With --write the results
+are written to data/measurements/performance_cpu.json.
 """
 
 import math
@@ -88,7 +92,7 @@ PHOTO, QUESTION = DATA / "pictures" / "coffee.jpg", "What is in the picture?"
 
 
 class Traffic(TorchDispatchMode):
-    """Counts kernels, and the bytes that they read and write, of matrix products, attention and all others."""
+    """Counts kernels, and the bytes that they read and write, for matrix multiplications, attention and all others."""
 
     def __init__(self):
         super().__init__()
@@ -114,10 +118,11 @@ def _tensors(values) -> list[Tensor]:
 
 
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
-    """Count operations, and kernels and bytes by kind, of one forward on a square picture; nothing is computed.
+    """Count operations, and kernels and bytes by kind, of one forward on a square image; nothing is computed.
 
-    on_gpu: as `refvl.load` makes a tower on a GPU, where RMSNorm is one kernel, the rotary embedding two, and gate and
-    up one product. Otherwise RMSNorm counts in its parts, as a CPU runs it. `tests/cuda_sim` compares the number.
+    on_gpu: count the tower as `refvl.load` builds it on a GPU, where RMSNorm is one kernel, the rotary embedding two,
+        and gate and up are one matmul. Otherwise RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim`
+        compares the number.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):
@@ -146,7 +151,7 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
         if on_gpu:
             replaced.enter_context(patch.object(F, "rms_norm", fused))
             replaced.enter_context(patch.object(qwen2_5_vl, "rotary_factors", factors))
-        replaced.enter_context(torch.inference_mode(False))  # in it a linear layer, or a norm, counts as one operation
+        replaced.enter_context(torch.inference_mode(False))  # counts a linear layer or a norm as one operation
         replaced.enter_context(torch.no_grad())
         replaced.enter_context(counter)
         tower(x, metadata=plan)
@@ -156,7 +161,7 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
 
 @torch.inference_mode()
 def measure_peaks(repeats: int) -> dict[str, float]:
-    """The best of this machine: operations per second of a product, by dtype and any kernel, and bytes of a copy."""
+    """Measure this machine's peak: operations per second of matmuls by dtype, with any kernel, and bytes of a copy."""
     source, target = torch.ones(2**26), torch.empty(2**26)
     peaks = {"bytes_per_s": 2 * source.nbytes / min(processor_seconds(lambda: target.copy_(source)) for _ in range(5))}
     for dtype in (torch.float32, torch.bfloat16):
@@ -170,7 +175,7 @@ def measure_peaks(repeats: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_linear(repeats: int) -> list[dict]:
-    """One layer of full width by rows: torch's kernel, oneDNN's, and bfloat16."""
+    """Time one layer of full width by rows, with torch's kernel, with oneDNN's, and in bfloat16."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(1280, 1280)
     other, half = OneDnnLinear(1280, 1280), torch.nn.Linear(1280, 1280).bfloat16()
@@ -187,7 +192,7 @@ def measure_linear(repeats: int) -> list[dict]:
 
 @torch.inference_mode()
 def measure_towers(repeats: int) -> list[dict]:
-    """Forwards of a size that comes again, with their operations and bytes."""
+    """Time forwards of a repeated size, and count their operations and bytes."""
     rows = []
     for name, config in TOWERS.items():
         torch.manual_seed(0)
@@ -207,12 +212,12 @@ def measure_towers(repeats: int) -> list[dict]:
 
 
 def rows_of_image(image: Image.Image, config: PatchConfig) -> torch.Tensor:
-    """`patchify_image` without `load_image`, which theirs does not do."""
+    """Run `patchify_image` without `load_image`, which transformers' processor does not do either."""
     return levels_of_image(image, config)[0].normalize()
 
 
 def measure_pixels(repeats: int) -> list[dict]:
-    """A picture in memory to patch rows, theirs and ours; the bits are compared first."""
+    """Time an image in memory to patch rows, in transformers and in refvl; the bits are compared first."""
     config = PatchConfig(max_pixels=2**24)
     theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels})
     rows = []
@@ -227,14 +232,14 @@ def measure_pixels(repeats: int) -> list[dict]:
 
 
 def measure_decode(repeats: int) -> dict:
-    """An answer of 32 tokens: the cache that grows, and the one of fixed size."""
+    """Time an answer of 32 tokens, with a growing cache and with a cache of fixed size."""
     models = {kind: refvl.load(CHECKPOINT, compile=kind == "static", progress=False) for kind in ("dynamic", "static")}
     options: dict[str, Any] = {"images": [PHOTO], "max_new_tokens": 32, "eos_token_id": None}
     return side_by_side({kind: partial(model.chat, QUESTION, **options) for kind, model in models.items()}, repeats)
 
 
 def prefill(language_model, embeds: Tensor) -> None:
-    """The forward of a prompt (1, L, D), positions counted as of text."""
+    """Run the forward of a prompt (1, L, D), with positions as for text."""
     positions = torch.arange(embeds.shape[1]).expand(3, 1, -1)
     language_model(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
 
@@ -245,7 +250,7 @@ def operations_of_prefill(language_model, tokens: int) -> int:
 
 
 def measure_gains(repeats: int) -> list[dict]:
-    """What else the kernel of linear layers changes: the tiny model's prefill."""
+    """Time the prefill of the tiny model, which the kernel of linear layers also changes."""
     models = {kernel: refvl.load(CHECKPOINT, linear=kernel, progress=False).language_model for kernel in KERNELS[1:]}
     rows: list[dict] = []
     for tokens in PROMPTS:
@@ -259,7 +264,7 @@ def measure_gains(repeats: int) -> list[dict]:
 
 
 def measure_evs(repeats: int) -> dict:
-    """One layer as wide as that of Qwen2.5-VL-3B: a prompt of 90 % video tokens, whole and without three quarters."""
+    """Time one layer of Qwen2.5-VL-3B's width on a prompt of 90 % video tokens, with all and with a quarter of them."""
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
     text_config.num_hidden_layers, text_config.vocab_size = 1, 256
     layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
@@ -278,7 +283,7 @@ def measure_evs(repeats: int) -> dict:
 
 
 def measure_stages(repeats: int) -> list[dict]:
-    """Median processor seconds of every stage of a trace of the tiny model, whose own clock runs on while it waits."""
+    """Return the median CPU time of every stage of a tiny model's trace, whose own clock also counts waiting."""
     model, rows = refvl.load(CHECKPOINT, device="cpu", progress=False), []
     for name, question in QUESTIONS.items():
         with patch("refvl.trace.synchronized_time", lambda device: time.process_time()):
@@ -289,7 +294,7 @@ def measure_stages(repeats: int) -> list[dict]:
 
 
 def measure_start(repeats: int) -> dict[str, float]:
-    """Median processor seconds of fresh processes, imports and all."""
+    """Return the median CPU time of fresh processes, imports included."""
 
     def seconds(code: str) -> float:
         code += "\nimport time\nprint(time.process_time())"
@@ -299,7 +304,7 @@ def measure_start(repeats: int) -> dict[str, float]:
 
 
 def run(repeats: Repeats = 3, write: Write = False) -> None:
-    """The best of this machine, the tower under that roof, and work counted for a GPU."""
+    """Measure the peak of this machine and the tower relative to it, and count the work for a GPU."""
     device = resolve_device("cpu")
     announce(NAME, f"peaks, linear layers, towers, pixels, decoding, stages; timed calls of each: {repeats}", 1)
     result: dict[str, Any] = environment(device) | {"repeats": repeats, "peaks": measure_peaks(repeats)}

@@ -1,10 +1,10 @@
-"""Memory and time to the first token against the size of a chunk: `python -m benchmarks.prefill_chunks`.
+"""Measure memory and time to the first token by chunk size: `python -m benchmarks.prefill_chunks`.
 
-A clip of thirty seconds and one of ten minutes, a frame each second, from a file to the first token of the shipped
-Qwen2.5-VL model, whose context is raised: what grows with the clip is the same as in a large one, only smaller. Memory
-is the highest that a run takes on top of what was there before it, on CUDA as torch allocates it, on a CPU the
-process's own pages as Linux counts them (RssAnon), looked at every few milliseconds. Of it the cache of keys and values
-has to grow with the prompt; it is named beside. With --write the results go to
+A video of thirty seconds and one of ten minutes, with one frame per second, run from a file to the first token of the
+shipped Qwen2.5-VL model, whose context is raised. Costs grow with the video as in a large model, at a smaller scale.
+Memory is the peak of a run in addition to what was there before it. On CUDA it is what torch allocates; on a CPU it is
+the process's own pages as Linux counts them (RssAnon), sampled every few milliseconds. The cache of keys and values,
+which has to grow with the prompt, is printed next to it. With --write the results are written to
 data/measurements/prefill_chunks_<cpu|cuda>.json.
 """
 
@@ -42,7 +42,7 @@ SIDE = 168  # pixels
 
 
 def write_clip(path: Path, seconds: int) -> Path:
-    """A clip of a drifting pattern, a frame each second."""
+    """Write a video of a drifting pattern, with one frame per second."""
     import av
 
     y, x = np.mgrid[:SIDE, :SIDE]
@@ -59,7 +59,7 @@ def write_clip(path: Path, seconds: int) -> Path:
 
 @contextmanager
 def peak_bytes(device: str) -> Iterator[list[int]]:
-    """A list that holds, at the end, the most memory that was taken at once on top of what was there before."""
+    """Yield a list that finally contains the peak of memory taken in addition to what was there before."""
     gc.collect()
     peak = list[int]()
     if device == "cuda":
@@ -68,7 +68,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
         yield peak
         peak.append(torch.cuda.max_memory_allocated() - before)
         return
-    ctypes.CDLL(None).malloc_trim(0)  # else what earlier runs have freed is taken again, and not seen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that earlier runs have freed is reused and not seen
     stop, before = threading.Event(), anonymous_bytes()
     seen = [before]
 
@@ -87,7 +87,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
 
 
 def anonymous_bytes() -> int:
-    """What the process holds in memory that is no file's."""
+    """Return the process's memory that belongs to no file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if not found:
         raise ValueError("device: on a CPU memory is measured on Linux only")
@@ -95,7 +95,7 @@ def anonymous_bytes() -> int:
 
 
 def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device: str) -> dict:
-    """One row: medians of the runs after the first."""
+    """Return one row: medians of all runs but the first."""
     peaks, seconds = [], []
     part = {"type": "video", "video": str(clip), "fps": 1.0, "max_frames": 1024}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What moves?"}]}]
@@ -116,9 +116,9 @@ def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device:
 
 
 def run(device: Device = "auto", repeats: Repeats = 3, write: Write = False) -> None:
-    """Memory and time to the first token against the size of a chunk."""
+    """Measure memory and time to the first token by chunk size."""
     device = resolve_device(device)
-    announce(f"prefill_chunks_{device}", f"clips of {CLIPS} s in chunks of {CHUNKS} tokens", repeats + 1)
+    announce(f"prefill_chunks_{device}", f"videos of {CLIPS} s in chunks of {CHUNKS} tokens", repeats + 1)
     vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, dtype="float32", progress=False)
     vlm.language_model.config.max_position_embeddings = 2**17
     columns = {

@@ -1,9 +1,10 @@
-"""What the rules of pruning leave of a tiny model's answers: `python -m benchmarks.pruning_accuracy`.
+"""Measure the accuracy of tiny models on pruned videos: `python -m benchmarks.pruning_accuracy`.
 
-Which way does it move, and when does it change colour: held-out scenes at rates from 0 to 0.9, by every rule, for every
-tiny model whose video tokens have places and that was trained on such videos. A second table asks again, at rates 0 and
-0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) in place of each model's own. With
---write the results go to data/measurements/pruning_accuracy.json, where those of models that were not asked stay.
+Held-out scenes ask in which direction an object moves and when it changes colour, at rates from 0 to 0.9, by every
+rule. Every tiny model is measured whose video tokens have places and that was trained on such videos. A second table
+asks again, at rates 0 and 0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) instead of
+each model's own. With --write the results are written to data/measurements/pruning_accuracy.json, which keeps the
+results of models that were not asked.
 """
 
 import json
@@ -36,13 +37,13 @@ CLOSED_UP_COLUMNS = {"model": "16", "question": "9", "q": ">4", "changed": ">7",
 
 
 def prunable() -> list[TinyFamily]:
-    """The families of shipped checkpoints that can be pruned."""
+    """Return the families of shipped checkpoints that can be pruned."""
     families = map(find_family, family_names())
     return [family for family in families if family.prunable and (family.folder / "model.safetensors").is_file()]
 
 
 def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list[dict]:
-    """One row per model, kind of question, rule and rate; rate 0 is asked once for all rules."""
+    """Return one row per model, kind of question, rule and rate; rate 0 is asked once for all rules."""
     rows = []
     for family in families:
         model = refvl.load(family.folder, device="cpu", progress=False)
@@ -59,7 +60,7 @@ def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list
 
 
 def close_up(families: list[TinyFamily], count: int, table: PrintedTable) -> list[dict]:
-    """How many answers change, and how many are right, if the kept tokens are numbered through."""
+    """Count the answers that change, and those that are correct, if the kept tokens are numbered without gaps."""
     rows = []
     for family in families:
         model = refvl.load(family.folder, device="cpu", progress=False)
@@ -80,7 +81,7 @@ def run(
     model: Annotated[str, typer.Option(help="only the folder that contains this")] = "",
     write: Write = False,
 ) -> None:
-    """Accuracy on held-out videos against the pruning rate, for every rule."""
+    """Measure accuracy on held-out videos at each pruning rate, for every rule."""
     device, families = resolve_device("cpu"), [family for family in prunable() if model in family.folder.name]
     table = PrintedTable(f"{count} videos of each kind, held out", COLUMNS)
     measured = {"rows": measure(families, count, table)}

@@ -1,14 +1,16 @@
-"""What rounding leaves of a tiny model's answers: `python -m benchmarks.quantized` (needs the extra `quantized`).
+"""Measure the accuracy of quantised tiny models: `python -m benchmarks.quantized` (needs the extra `quantized`).
 
-The text model's matrices are held in integers of 8 to 2 bits, a scale for every 32 values (torchao through
-transformers' quantisation config); the tower keeps its floats. On a CPU torchao keeps a byte for each, however few of
-its bits are used: what is measured below 8 bits is accuracy, not memory. Every shipped model is asked what it was made
-for, about held-out scenes and pages; each number of bits the same questions. In Step3's text model experts are not
-linear layers, and stay floats. With --write the results go to data/measurements/quantized.json.
+The text model's matrices are stored as integers of 8 to 2 bits, with a scale for every 32 values (torchao, through
+transformers' quantisation config); the tower is not quantised. On a CPU, torchao stores a byte for each integer, even
+if it uses few of its bits, so below 8 bits this measures accuracy and not memory. Every shipped model is asked about
+held-out scenes and pages of the kind that it was trained on; every bit width gets the same questions. In Step3's text
+model, the experts are not linear layers and are not quantised. With --write the results are written to
+data/measurements/quantized.json.
 
-Groups of 32, not of the usual 128: the shipped models' rows are 128 and 320 values long. So it is with real ones: a row
-of `down_proj` in Qwen2.5-VL's tower has 3,420 values (4 * 9 * 5 * 19), which no group of 8, 32 or 128 divides, and
-quantisers that do not spare the tower stop there.
+Groups contain 32 values and not the usual 128, because the rows of the shipped models have 128 and 320 values. Real
+models have the same
+problem: a row of `down_proj` in Qwen2.5-VL's tower has 3,420 values (4 * 9 * 5 * 19), which no group of 8, 32 or 128
+divides, and quantisers that do not skip the tower fail there.
 """
 
 from typing import Annotated
@@ -31,7 +33,7 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "progress": False}
 
 
 def load(family: TinyFamily, bits: int | None) -> refvl.VLM:
-    """The shipped model of a family, its text model in integers of `bits`."""
+    """Load the shipped model of a family with the text model in integers of `bits`."""
     if bits is None:
         return refvl.load(family.folder, **OPTIONS)
     from torchao.quantization import IntxWeightOnlyConfig
@@ -43,7 +45,7 @@ def load(family: TinyFamily, bits: int | None) -> refvl.VLM:
 
 
 def questions(family: TinyFamily, count: int) -> list[tuple[str, str, dict]]:
-    """(kind, answer, arguments of `chat`) of held-out questions, `count` of each kind that the family is made for."""
+    """Return (kind, answer, arguments of `chat`) of held-out questions, `count` of each kind for this family."""
     if family is STEP3:
         found = [(kind, asked) for kind in pages.PHRASES for asked in evaluate_step3.requests_for(kind, count)]
         return [(kind, question.answer, arguments) for kind, (question, arguments) in found]
@@ -52,7 +54,7 @@ def questions(family: TinyFamily, count: int) -> list[tuple[str, str, dict]]:
 
 
 def measure(family: TinyFamily, count: int) -> list[dict]:
-    """A row for each of `BITS`. All see the same prompts: tower and embeddings are floats in each of them."""
+    """Return a row for each of `BITS`. All get the same prompts; tower and embeddings are in floating point."""
     models, asked = {bits: load(family, bits) for bits in BITS}, questions(family, count)
     right: dict[int | None, dict[str, list[bool]]] = {bits: {kind: [] for kind, _, _ in asked} for bits in BITS}
     for start in tqdm(range(0, len(asked), BATCH), desc=family.folder.name, leave=False):
@@ -75,7 +77,7 @@ def run(
     count: Annotated[int, typer.Option(help="questions of each kind")] = 150,
     write: Write = False,
 ) -> None:
-    """Accuracy on held-out scenes against the bits of the text model's matrices."""
+    """Measure accuracy on held-out scenes by the bit width of the text model's matrices."""
     try:
         import torchao
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""The stages of a running vLLM, in a folder for `refvl compare`. Why do the two differ? Three commands:
+"""Record the stages of a running vLLM, in a folder for `refvl compare`. Why do the two differ? Three commands:
 
     python -m refvl trace FOLDER "What is it?" --image a.png --save ours
     python -m benchmarks.record_vllm FOLDER "What is it?" --image a.png --save theirs
     python -m refvl compare ours theirs --model FOLDER
 
-Needs an environment with vLLM in which refvl's requirements are met too (`benchmarks/vllm_env.sh` makes one). Clips are
-sampled by refvl, and vLLM is given their frames: by itself it samples files by its own rule.
+This needs an environment with vLLM that also meets refvl's requirements (`benchmarks/vllm_env.sh` creates one). Videos
+are sampled by refvl, and vLLM receives their frames, because vLLM samples files by its own rule.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from refvl.study.readout import margins
 
 
 def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dtype: str, max_new_tokens: int):
-    """The `Stages` of one request, and its answer. vLLM runs the tower on images, then on videos."""
+    """Return the `Stages` of one request, and its answer. vLLM runs the tower on images, then on videos."""
     import vllm
 
     ours = refvl.load(folder, device="cpu", dtype="float32", progress=False)

@@ -1,4 +1,4 @@
-"""What every measurement carries: where, with what, and when."""
+"""The common part of all measurements: machine, versions and date, tables, and timing."""
 
 import datetime
 import json
@@ -26,7 +26,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
 Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their median")]
 Write = Annotated[bool, typer.Option(help="keep the result under data/measurements")]
 
-COUNTED_TOO: dict = {  # which torch's counter does not know, or not in every release
+COUNTED_TOO: dict = {  # operations that torch's counter lacks in some releases
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
 }
@@ -43,7 +43,7 @@ COUNTED_TOO[torch.ops.torch_attn._varlen_attn] = varlen_operations
 
 
 def count_operations(call: Callable) -> int:
-    """Multiplications and additions of a call, by torch's counter."""
+    """Count the multiplications and additions of a call with torch's counter."""
     counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
     with torch.inference_mode(False), torch.no_grad(), counter:  # in inference mode a layer is one operation
         call()
@@ -57,9 +57,10 @@ def check_operations(what: str, call: Callable, expected: int) -> None:
 
 
 def announce(name: str, what: str, calls: int) -> None:
-    """Say what will run, and how long its timed calls take by the measurement NAME that is kept.
+    """Print what will run, and how long its timed calls take according to the saved measurement NAME.
 
-    calls: of each row and way, warm-up included. What is kept are median milliseconds of one, or the seconds of all.
+    calls: the number of calls of each row and way, warm-up included. The saved numbers are median milliseconds of one
+        call, or the seconds of all.
     """
     print(what, flush=True)
     path = DATA / "measurements" / f"{name}.json"
@@ -73,9 +74,10 @@ def announce(name: str, what: str, calls: int) -> None:
 
 
 class PrintedTable:
-    """A table whose rows are printed as they come, so that a long run is seen to move.
+    """Print a table row by row as results arrive, so a long run shows its progress.
 
-    columns: name -> format of its cells, as in an f-string: ">8" is eight characters wide, text at the right.
+    columns: a dict from name to the format of its cells, as in an f-string: ">8" is eight characters wide, aligned
+        right.
     """
 
     def __init__(self, title: str, columns: dict[str, str]):
@@ -89,23 +91,23 @@ class PrintedTable:
 
 
 def processor_seconds(call: Callable) -> float:
-    """What a call takes of this thread's processor: while others have it, that clock stands."""
+    """Return the CPU time of a call in this thread; the clock stands still while other threads run."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """ms: the median. spread: half of the values lie within ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
+    """ms: the median. spread: half of the values lie between ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     return {"ms": median * 1e3, "spread": (high - low) / median}
 
 
 def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str, float]]:
-    """`summary` of each way; they take turns after a warm-up. ratio: how many times as fast as the first way.
+    """Return the `summary` of each way; the ways alternate after a warm-up. ratio: the speed-up over the first way.
 
-    The ratio is the median over the rounds, each of which compares calls that ran within a moment.
+    The ratio is the median over the rounds; each round compares calls that ran within a moment.
     """
     rounds = [{name: processor_seconds(call) for name, call in ways.items()} for _ in range(repeats + 1)][1:]
     first = next(iter(ways))
@@ -117,10 +119,10 @@ def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str,
 
 
 def resolve_device(device: str) -> str:
-    """The kind of device to measure on, "cpu" or "cuda"; "auto" is CUDA where there is one.
+    """Return the kind of device to measure on, "cpu" or "cuda"; "auto" is CUDA if there is one.
 
-    "cuda:1" becomes the current device. On a CPU one thread is used from here on: several threads wait for each other
-    on a busy machine, and ratios blur. Raises ValueError for an unknown device.
+    "cuda:1" becomes the current device. On a CPU, one thread is used from here on, because several threads wait for
+    each other on a busy machine, which blurs ratios. Raises ValueError for an unknown device.
     """
     if not (found := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)):
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:1, got {device!r}")
@@ -136,7 +138,7 @@ def resolve_device(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Device, versions, threads and date; on CUDA the attention of a tower in bfloat16 as well."""
+    """Return device, versions, threads and date; on CUDA also the attention of a tower in bfloat16."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     best = available_backends(device, torch.bfloat16)[0]
     return {
@@ -150,7 +152,7 @@ def environment(device: str) -> dict:
 
 
 def write_measurement(name: str, result: dict) -> Path:
-    """Write data/measurements/NAME.json whole or not at all, and say so; the device is part of a timing's name."""
+    """Write data/measurements/NAME.json in one step, and print its path; a timing's name contains the device."""
     path = DATA / "measurements" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

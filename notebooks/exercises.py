@@ -62,7 +62,6 @@ from refvl.positions import (
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
-from refvl.serving import media_cache
 from refvl.serving.adapters import GRIDS
 from refvl.study.costs import kv_cache_bytes_per_token, set_pixel_limits
 
@@ -1133,60 +1132,96 @@ def check_adapter_name(function: Callable) -> str:
     return _run(function, GRIDS.rename, _named("{!r}", [(name,) for name in (*text, *tower, *connector, "lm_head")]))
 
 
-def _ask_media_key(function: Callable) -> list[Said]:
-    """Scenes of one size, one after the other, to a model whose media cache uses the reader's key."""
-    plain, requests = _tiny("qwen2_5_vl"), requests_for("color", 6, split="demo")
-    parts = plain.config, plain.processor, plain.encoder, plain.language_model
-    model = media_cache.CachedVLM(*parts, media_cache.MediaCache(4096))
-    key = lambda rows, layout, *read: function(rows.values, layout, repr(read))  # noqa: E731
-    with mock.patch.object(media_cache, "content_key", key):
-        said = [model.chat(**r.arguments, max_new_tokens=8) for r in requests]
-    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+def circles(first: int, count: int) -> tuple[list[np.ndarray], list[str]]:
+    """Return `count` scenes with one circle, from scene `first` on, all of one size; and the circles' colours."""
+    images, colors, index = list[np.ndarray](), list[str](), first
+    while len(images) < count:
+        scene = scenes.draw_scene("demo", index)
+        found = [thing.color for thing in scene.things if thing.shape == "circle"]
+        if len(found) == 1:
+            images, colors = [*images, scenes.render(scene)], [*colors, *found]
+        index += 1
+    return images, colors
+
+
+def serve(
+    requests: Iterable[tuple[refvl.VLM, dict]],
+    keys_of: Callable[[refvl.VLM, list], list],
+    keep: Callable[[Tensor], Tensor] = torch.clone,
+) -> list[str]:
+    """Answer requests, each a model and arguments of its `trace`, with a dict as their cache.
+
+    keys_of: the model and the request's patches -> a key for each image. keep: new embeddings -> what is cached.
+    """
+    kept, answers = dict[Any, Tensor](), list[str]()
+    for model, arguments in requests:
+        patches = model.trace(**arguments | {"max_new_tokens": 1}).patches
+        keys = keys_of(model, patches)
+
+        def look_up(made: list[Tensor], keys: list = keys) -> list[Tensor]:
+            for key, embeds in zip(keys, made, strict=True):
+                if key not in kept:
+                    kept[key] = keep(embeds)
+            return [kept[key] for key in keys]
+
+        answers.append(model.trace(**arguments, replace={"embeds": look_up}).text)
+    return answers
+
+
+def _ask_embeddings(function: Callable) -> list[Said]:
+    """Two scenes of one size, then the first again; the tower writes into one buffer."""
+    model, runs = _circles(2)
+    kept, buffer = {}, torch.empty_like(runs[0].embeds[0])
+    pixels = [torch.from_numpy(np.array(run.media[0])) for run in runs]
+
+    def encode(image: Tensor) -> Tensor:
+        return buffer.copy_(runs[next(i for i, other in enumerate(pixels) if image.equal(other))].embeds[0])
+
+    asked = [0, 1, 0]
+    ids = [runs[i].full_ids.tolist() for i in asked]
+    embeds = [function(kept, ids[n], [pixels[i].clone()], "2 billion", encode)[0].clone() for n, i in enumerate(asked)]
+    return _asked_about_circles(model, [runs[i] for i in asked], embeds)
+
+
+def _embedded(image: Tensor, weights: str) -> Tensor:
+    """(14,): what a tower with these weights might make of an image of twelve values."""
+    return torch.tensor([float(weights), len(image), *image.flatten().tolist()])
 
 
 @exercise(
-    "Two pictures of one size have one layout. What is different about them?",
-    "All of the pixels, the layout and the weights decide what comes out; and 4 bytes are too few to tell many apart.",
-    "hashlib.sha256(repr((values.shape, layout, weights)).encode() + values.numpy().tobytes()).digest()",
-    ask=_ask_media_key,
+    "All five bugs of part 2 are in these four lines. What do two requests have in common that they should not share?",
+    "Each image needs a key of its own: SHA-256, not cut, over its shape, its values and the weights. What `encode` "
+    "returns changes with its next call, so keep a clone.",
+    "for image in images: hashlib.sha256(repr((image.shape, weights)).encode() + image.numpy().tobytes()).digest()",
+    ask=_ask_embeddings,
 )
-def check_media_key(function: Callable) -> str:
-    """`function(values uint8, layout, weights) -> bytes`: equal where all three are, else not, in 16 bytes at least."""
-    values = torch.arange(4 * 3 * 2, dtype=torch.uint8).view(4, 3, 1, 2)
-    same = values, (1, 2, 2), "3"
-    other = {
-        "one other level": (values.clone().index_fill_(0, torch.tensor([3]), 7), *same[1:]),
-        "the same levels in another layout": (values, (1, 1, 4), "3"),
-        "the same levels in another shape": (values.view(2, 3, 2, 2), (1, 2, 2), "3"),
-        "other weights": (*same[:2], "4"),
+def check_embeddings(function: Callable) -> str:
+    """`function(kept, ids, images, weights, encode)`: embeddings of each image, none of which is encoded twice."""
+    a, b = (torch.arange(12, dtype=torch.uint8).view(2, 2, 3) + i for i in (0, 100))
+    cases = {  # requests: images, weights
+        "token ids alone": [([a], "1"), ([b], "1")],
+        "a view of the buffer": [([a], "1"), ([b], "1"), ([a], "1")],
+        "one key per request": [([a, b], "1"), ([b], "1")],
+        "no model in the key": [([a], "1"), ([a], "2")],
+        "no shape in the key": [([a], "1"), ([a.reshape(1, 4, 3)], "1")],
+        "a hash cut short": [([a * (1 + i // 100) + i % 100], "1") for i in range(300)],
     }
-    key = function(*deepcopy(same))
-    if not isinstance(key, bytes):
-        raise Wrong(f"expected bytes, got {type(key).__name__}")
-    if function(*deepcopy(same)) != key:
-        raise Wrong("the same values, layout and weights: should give one key, gave two")
-    for case, arguments in other.items():
-        if function(*arguments) == key:
-            raise Wrong(f"{case}: should give another key, gave the same")
-    if len(key) < 16:
-        raise Wrong(f"{len(key)} bytes: should be 16 at least, or media will share a key by chance")
-    return f"in {len(other) + 1} cases"
+    for case, requests in cases.items():
+        kept, buffer, encoded, seen = {}, torch.zeros(14), list[str](), set[str]()
 
+        def encode(image: Tensor) -> Tensor:
+            encoded.append(repr(image.tolist()))  # noqa: B023 (called in the same round)
+            return buffer.copy_(_embedded(image, weights))  # noqa: B023
 
-@exercise(
-    "A medium counts in a block if one of its tokens lies there: when does it begin, and when does it end?",
-    "It begins before the block's end, and ends after the block's start.",
-    "[(name, offset - start) for name, offset, length in media if offset < stop and offset + length > start]",
-)
-def check_extra_keys(function: Callable) -> str:
-    """`function(start, stop, media)`: (name, where it begins, from the block's first token) of all in the block."""
-    media = [("cat", 15, 9), ("cup", 26, 4), ("cat", 40, 20)]
-    cases = _named("tokens {} to {}", [(i, i + 12, media) for i in range(0, 72, 12)])
-
-    def ours(start: int, stop: int, media: list) -> list:
-        return [(name, offset - start) for name, offset, length in media if offset < stop and offset + length > start]
-
-    return _run(function, ours, cases)
+        for images, weights in requests:
+            got = function(kept, [7] * 9 * len(images), [image.clone() for image in images], weights, encode)
+            _check(case, got, [_embedded(image, weights) for image in images])
+            seen |= {repr((image.tolist(), weights)) for image in images}
+        if len(encoded) > len(seen):
+            raise Wrong(f"{case}: encoded {len(encoded)} times, should be {len(seen)}")
+        if short := [key for key in kept if isinstance(key, int) or (isinstance(key, bytes | str) and len(key) < 16)]:
+            raise Wrong(f"a hash cut short: a key is {short[0]!r}, should have 16 bytes at least")
+    return f"in {len(cases)} cases"
 
 
 def _ask_max_pixels(function: Callable) -> list[Said]:

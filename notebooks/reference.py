@@ -71,6 +71,53 @@ HOME = {  # the file of a definition: its test, its notebook
     "viz/graphs.py": ("project/test_notebooks.py", "04"),
     "viz/positions.py": ("viz/test_viz_positions.py", "02"),
 }
+UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.argument" goes before "argument"
+    "pixels": "box crop_size image_size max_side patch_size picture resized scale_resolution sides window_size"
+    " window_sizes plot_patch_values.size",
+    "pixels, or the unit of the boxes": "new_size rescale.size",
+    "the model's coordinates": "space xy",
+    "patches, tokens or another number": "get_count_assignment.sizes get_load_balance_assignment.sizes grouped_sizes",
+    "patches": "grid grid_hw max_size merge_kernel_size patch pictures slices spatial_merge_size tgt_size"
+    " understand_projector_stride",
+    "entries of the position table": "num_position_embeddings pos_emb_height pos_emb_width",
+    "merged tokens": "budget budget_tokens budgets arrivals max_budget min_budget media_cache max_tokens crop_tokens"
+    " image_tokens output_tokens path_tokens frame_tokens tokens tokens_per_frame query_num queries side MediaSpan.t"
+    " MediaSpan.h MediaSpan.w merged_thw num_queries",
+    "prompt tokens": "chunks max_cache_len max_new_tokens num_computed_tokens num_tokens offset pad_to passes"
+    " prefill_chunk text delta",
+    "token ids": "image_end image_start image_token_id newline slice_end slice_start token_ids video_token_id"
+    " vision_start_token_id",
+    "frames": "FrameSample.indices frames frames_indices max_frames num_frames pos_emb_time temporal_patch_size"
+    " total_num_frames",
+    "grid steps": "plot_clip_positions.t",
+    "seconds": "duration max_duration second_per_grid seconds seconds_saved timestamps video_second_per_grid",
+    "microseconds": "device_us launch_us",
+    "tenths of a second": "max_temporal_size temporal_ids",
+    "frames per second": "fps target_fps",
+    "positions per second": "tokens_per_second",
+    "positions per grid step": "t_factor",
+    "positions": "length",
+    "channels": "channel",
+    "values": "embed_dim head_dim head_size hidden_size in_channels intermediate_size kv_dim num_channels"
+    " out_hidden_size output_hidden_size",
+    "cells of the table": "sincos_2d.size",
+    "rotary pairs": "section",
+    "layers": "deepstack_visual_indexes depth fullatt_block_indexes insert_layer_id max_possible_layers"
+    " num_hidden_layers select_layers",
+    "heads": "num_attention_heads num_heads",
+    "queries along a side": "grid_size",
+    "items": "assignment counts hits images indices max_items misses order",
+    "merge blocks": "highlight",
+    "patch rows": "count",
+    "panels": "columns",
+    "processes": "max_ranks num_gpus ranks",
+    "number of the device": "device",
+    "as in `unit`": "sizes",
+    "pixels, or seconds of a video": "at",
+    "(width, height)": "ratios",
+    "a share or ratio": "accuracy atol largest layer_norm_eps limits mlp_ratio moved norm_eps pruning_rate q relative"
+    " rms_norm_eps rtol speed_up theta waste",
+}
 SEARCH = """<script>
 const box = document.getElementById("search"), found = document.getElementById("found");
 const entries = [...document.querySelectorAll("section.entry")];
@@ -88,14 +135,15 @@ box.addEventListener("input", () => {
   found.textContent = `${count} of ${entries.length} names`;
 });
 </script>"""
-LOOK = """.entry { border-top: 1px solid var(--line); padding: .2rem 0 .6rem } .entry h3 { margin: .6rem 0 .2rem }
+LOOK = """.entry { border-top: 1px solid var(--line); padding: .2rem 0 .6rem; overflow-wrap: anywhere }
+.entry h3 { margin: .6rem 0 .2rem }
 .entry .doc { white-space: pre-wrap; margin: .3rem 0 }
 #found { display: block } #search { font: inherit; width: 97%; padding: .4rem }"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A public name, and where it is written, tested and used."""
+    """A public name, with the files that define, test and use it."""
 
     module: str
     name: str
@@ -105,6 +153,7 @@ class Entry:
     line: int  # of its definition; 0 for values
     test: str  # file in the repository
     notebook: str  # without its suffix
+    is_shown: bool  # whether the notebook uses the name; otherwise it explains the file of the name
 
     @property
     def anchor(self) -> str:
@@ -113,7 +162,7 @@ class Entry:
 
 
 def public() -> Iterator[tuple[str, str, Any]]:
-    """(module, name, object) of every public name: `__all__`, or else what the module's own file defines."""
+    """Yield (module, name, object) of every public name: those in `__all__`, or else defined in the module's file."""
     for module in PUBLIC:
         room = importlib.import_module(module)
         names = getattr(room, "__all__", None) or [
@@ -127,13 +176,13 @@ def public() -> Iterator[tuple[str, str, Any]]:
 
 
 def unwrapped(value: Any) -> Any:
-    """The function behind decorators such as torch's; any other object as it is."""
+    """Return the function inside decorators such as torch's; return any other object unchanged."""
     return inspect.unwrap(value) if inspect.isfunction(value) else value
 
 
 @cache
 def texts(pattern: str) -> dict[str, str]:
-    """Files of the repository by path; of a notebook its cells alone."""
+    """Return the text of files by path in the repository; for notebooks, the text of the cells."""
     found = {}
     for path in sorted(ROOT.glob(pattern)):
         text = path.read_text(encoding="utf-8")
@@ -144,14 +193,14 @@ def texts(pattern: str) -> dict[str, str]:
 
 
 def most_uses(name: str, pattern: str) -> str:
-    """The file that has `name` most often as a word, "" for none."""
+    """Return the file that contains the word `name` most often; "" if none does."""
     counts = {path: len(re.findall(rf"\b{name}\b", text)) for path, text in texts(pattern).items()}
     best = max(counts, key=counts.__getitem__)
     return best if counts[best] else ""
 
 
 def entries() -> list[Entry]:
-    """Every public name. Raises KeyError, naming the file, if nothing says where a name is tested or taught."""
+    """Return all public names. Raises KeyError, naming the file, for a name without a test or a notebook."""
     books = {Path(path).name[:2]: Path(path).stem for path in texts("notebooks/[0-9]*.ipynb")}
     made = []
     for module, name, value in public():
@@ -164,26 +213,47 @@ def entries() -> list[Entry]:
             source, line, signature = f"{module.replace('.', '/')}/pruners.py", 0, name
         home = source.removeprefix("refvl/")
         test = most_uses(name, "tests/**/test_*.py") or f"tests/{HOME[home][0]}"
-        notebook = Path(most_uses(name, "notebooks/[0-9]*.ipynb")).stem or books[HOME[home][1]]
-        doc = docstring(value) if callable(value) else f"Of {', '.join(map(repr, value))}: see `{module}.find_pruner`."
-        made.append(Entry(module, name, signature, doc, source, line, test, notebook))
+        shown = Path(most_uses(name, "notebooks/[0-9]*.ipynb")).stem
+        notebook = shown or books[HOME[home][1]]
+        doc = (
+            docstring(value) if callable(value) else f"Keys: {', '.join(map(repr, value))}; see `{module}.find_pruner`."
+        )
+        if counted := units(value, name):
+            doc += "\n\nUnits: " + "; ".join(f"{argument}: {unit}" for argument, unit in counted.items()) + "."
+        made.append(Entry(module, name, signature, doc, source, line, test, notebook, bool(shown)))
     return made
 
 
 def docstring(value: Any) -> str:
-    """Its docstring and, of a class, those of its own public methods, each after the signature."""
+    """Return the docstring and, for a class, those of its own public methods, each after the signature."""
     parts = [inspect.getdoc(value) or ""]
-    if inspect.isclass(value):
-        for name, method in vars(value).items():
-            function = getattr(method, "__func__", method)
-            if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-                text = textwrap.indent(inspect.getdoc(function) or "", "    ")
-                parts.append(f"{name}{inspect.signature(function)}\n{text}")
+    for name, function in methods(value):
+        parts.append(f"{name}{inspect.signature(function)}\n{textwrap.indent(inspect.getdoc(function) or '', '    ')}")
     return "\n\n".join(parts)
 
 
+def units(value: Any, name: str) -> dict[str, str]:
+    """Return the unit of every numeric argument of a function or class; "" for one that `UNITS` lacks."""
+    if not callable(value) or (isinstance(value, type) and issubclass(value, Exception)):
+        return {}
+    unit_of = {argument: unit for unit, arguments in UNITS.items() for argument in arguments.split()}
+    numeric = [
+        p.name for p in inspect.signature(value).parameters.values() if re.search(r"\b(int|float)\b", str(p.annotation))
+    ]
+    return {argument: unit_of.get(f"{name}.{argument}", unit_of.get(argument, "")) for argument in numeric}
+
+
+def methods(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods that a class defines itself, with their names."""
+    if inspect.isclass(value):
+        for name, method in vars(value).items():
+            function = getattr(method, "__func__", method)
+            if not name.startswith("_") and inspect.isfunction(function):
+                yield name, function
+
+
 def raises(value: Any) -> bool:
-    """Whether the body of a function has a `raise`, or calls a check: then its docstring says what it raises."""
+    """Return whether the body of a function has a `raise` or calls a check; then its docstring names the errors."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
     calls = [getattr(n.func, "id", getattr(n.func, "attr", "")) for n in ast.walk(tree) if isinstance(n, ast.Call)]
     return any(isinstance(node, ast.Raise) for node in ast.walk(tree)) or any(
@@ -192,7 +262,7 @@ def raises(value: Any) -> bool:
 
 
 def body() -> str:
-    """The page's HTML: a search, and a section per name under its module."""
+    """Return the page's HTML: a search, and a section per name under its module."""
     made = entries()
     parts = [
         '<p><a href="index.html">All notebooks and explorers</a></p><main><h1>API reference</h1>',
@@ -208,12 +278,15 @@ def body() -> str:
 
 
 def section(entry: Entry) -> str:
-    """One name: signature, docstring, and links to its source, its test and a notebook."""
+    """Return the section of a name: signature, docstring, and links to its source, its test and a notebook."""
     place = f"#L-{entry.line}" if entry.line else ""
     links = (
         (f"files/{entry.source}.html{place}", entry.source),
         (f"files/{entry.test}.html", entry.test),
-        (f"notebooks/{entry.notebook}.html", f"notebook {entry.notebook[:2]}"),
+        (
+            f"notebooks/{entry.notebook}.html",
+            f"{'used' if entry.is_shown else 'explained'} in notebook {entry.notebook[:2]}",
+        ),
     )
     where = " · ".join(f'<a href="{address}">{html.escape(text)}</a>' for address, text in links)
     return (

@@ -36,7 +36,7 @@ def __getattr__(name: str):  # transformers is slow to import, and `import refvl
         raise AttributeError(f"module 'refvl' has no attribute {name!r}")
     try:
         return importlib.import_module(_ROOMS[name])
-    except ImportError as error:  # `help` and other tools that inspect a module expect no other error
+    except ImportError as error:  # tools that inspect a module, such as `help`, expect no other error
         raise AttributeError(f"refvl.{name} cannot be imported: {error}") from error
 
 

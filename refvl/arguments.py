@@ -19,17 +19,18 @@ from refvl.checks import (
     is_integer,
 )
 
-MAX_SECONDS = 10**6  # eleven days between two grid steps
-MAX_PLAN_BYTES = 2**30  # of vectors, one per patch, in a single plan
+MAX_FRAMES = 2**24  # of a video: three days at 60 frames per second
+MAX_SECONDS = 10**6  # at most eleven days between two grid steps
+MAX_PLAN_BYTES = 2**30  # the limit for one plan's vectors (one vector per patch)
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
-    Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
-    multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
-    size: the number of bytes that a plan holds for each patch, see `check_room`.
+    Raises TypeError for a wrong kind and ValueError for a wrong shape or value. h and w must be multiples of
+    `spatial_merge_size`, because a merged token needs its whole block of patches.
+    size: the number of bytes that a plan stores for each patch, see `check_room`.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
     grids = list[Grid]()
@@ -55,7 +56,7 @@ def as_size(size, name: str) -> tuple[int, int]:
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
     """Return `values` as rows of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
 
-    items: the word for them in a message.
+    items: the noun for the rows in error messages.
     """
     if isinstance(values, Tensor) or hasattr(values, "__array__"):
         values = check_values(check_integers(torch.as_tensor(values), name), name)
@@ -71,12 +72,12 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
 
 
 def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
-    """Return `extents` if one vector of `size` bytes for each of their positions needs less than `MAX_PLAN_BYTES`.
+    """Return `extents` if one vector of `size` bytes per position takes less than `MAX_PLAN_BYTES` in total.
 
     Raises ValueError naming `name`.
     """
     if (needed := math.prod(extents) * size) >= MAX_PLAN_BYTES:
-        vectors = f"vectors for {math.prod(extents):,} patches take {needed / 2**30:.1f} GiB"
+        vectors = f"vectors for {math.prod(extents):,} patches take {needed // 2**30:,} GiB"
         raise ValueError(f"{name}: {vectors}; less than {MAX_PLAN_BYTES / 2**30:.0f} GiB are planned at once")
     return extents
 
@@ -84,7 +85,7 @@ def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
 def check_plan(encoder: Any, layouts: list) -> list:
     """Return the layouts of a batch; raise ValueError if it has more patches than one plan may hold.
 
-    Parts of an encoder (`config` None) plan sizes that have been checked before.
+    If `config` is None, the encoder is a part of another one, which has already checked the sizes.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)
@@ -97,7 +98,7 @@ def check_plan(encoder: Any, layouts: list) -> list:
 def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PATCHES) -> tuple[int, ...]:
     """Return `values` as Python ints, one for each name in `row`, such as "(t, h, w)".
     Each must be at least `least`, and their product at most `most`."""
-    values = values.tolist() if hasattr(values, "tolist") else values
+    values = as_list(values, name)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
         raise ValueError(f"{name}: expected {row}, got {values!r}")
     if not all(map(is_integer, values)):
@@ -141,12 +142,37 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     return mask.bool()
 
 
+def as_list(values, name: str):
+    """Return a tensor or array as nested lists, and anything else as it is; raise TypeError as `check_values` does."""
+    values = check_values(values, name) if isinstance(values, Tensor) else values
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def as_sequence(values, name: str) -> Sequence:
+    """Return `values`, see `as_list`, if it is a sequence other than a text; raise TypeError naming `name`."""
+    values = as_list(values, name)
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")
+    return values
+
+
+def check_count(value, name: str, most: int = MAX_PATCHES) -> int:
+    """Return a number of things, an integer from 1 to `most`; raise TypeError or ValueError naming `name`."""
+    if (count := check_positive_int(value, name)) > most:
+        raise ValueError(f"{name}: must be at most {most:,}, got {count:,}")
+    return count
+
+
+def check_mask(keep_L, positions_3L) -> None:
+    """Raise TypeError or ValueError unless `keep_L` is a bool tensor (L,) and `positions_3L` a tensor (3, L)."""
+    length = check_shape(positions_3L, (3, "L"), "positions_3L").shape[1]
+    if check_shape(keep_L, (length,), "keep_L").dtype != torch.bool:
+        raise TypeError(f"keep_L: expected bool, got dtype {keep_L.dtype}")
+
+
 def as_seconds(values, count: int, name: str) -> list[float]:
     """Return one positive number for each of `count` videos, as floats; values: a sequence or a tensor (videos,)."""
-    values = check_values(values, name) if isinstance(values, Tensor) else values
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
+    values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
     values = [value.item() if isinstance(value, Tensor) else value for value in values]

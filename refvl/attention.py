@@ -10,8 +10,8 @@ the resampler's cross-attention uses the same backends. Only `masked` builds a m
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
 - `masked`: every device and dtype: for captured graphs if varlen cannot run; see `refvl.masked_attention`
 
-Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension,
-G segments of a group, S queries and T keys of each.
+Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension. A group has G
+segments of S queries and T keys each.
 """
 
 import functools
@@ -90,11 +90,11 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The inputs of self-attention besides q, k and v; the metadata of most towers extend them."""
+    """The inputs of self-attention in addition to q, k and v; the metadata of most towers extend them."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of equal length; planned only for sdpa
-    max_seqlen: int  # tokens of the longest segment; a captured graph stores it, as a capacity
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # segments of equal length; only for sdpa
+    max_seqlen: int  # the number of tokens in the longest segment; a captured graph stores it as a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
         """Return (N, H * K), heads side by side, see `varlen_attention`; rows after the last segment are undefined."""
@@ -146,7 +146,7 @@ def varlen_attention(
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     """Zero the rows after the last segment, because the kernels leave them unwritten.
 
-    An encoder skips this: nothing reads these rows, and four more kernels in every layer would be many.
+    An encoder skips this: nothing reads these rows, and it would add four kernels to every layer.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -155,7 +155,7 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
     """Attend with a backend; shapes have been checked. groups: read by `sdpa` only."""
-    if len(cu_seqlens_q) < 2:  # without segments, which the kernels refuse
+    if len(cu_seqlens_q) < 2:  # there are no segments, which the kernels refuse
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
@@ -174,7 +174,7 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
 
 def _grouped_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: SegmentPairs) -> Tensor:
     if len(groups) == 1 and groups[0][0].numel() == len(q_MHK) and groups[0][1].numel() == len(k_NHK):
-        count = len(groups[0][0])  # all segments have one length: views, no gather
+        count = len(groups[0][0])  # all segments have the same length, so views suffice
         return _batched_sdpa(*(x.unflatten(0, (count, -1)) for x in (q_MHK, k_NHK, v_NHK))).flatten(0, 1)
     out_MHK = torch.zeros_like(q_MHK)
     for q_index_GS, k_index_GT in groups:
@@ -188,7 +188,7 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-KERNELS = {  # backend: module and name of its function
+KERNELS = {  # backend -> module and name of its function
     "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
     "flash": ("flash_attn", "flash_attn_varlen_func"),
 }
@@ -196,7 +196,7 @@ KERNELS = {  # backend: module and name of its function
 
 @functools.cache
 def _find(module: str, function: str) -> Any:
-    """Return the function, None if it is missing: flash-attn 4 alone installs a package of this name without it."""
+    """Return the function, or None if it is missing: flash-attn 4 alone installs a package of that name without it."""
     try:
         return getattr(importlib.import_module(module), function, None)
     except ImportError:

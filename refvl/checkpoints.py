@@ -19,11 +19,11 @@ from refvl.printing import printable
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # files that transformers and the tokenizer read; their own errors do not name the file
+JSON_FILES = (  # files that transformers and the tokenizer read; errors of theirs do not name the file
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-MOST = {  # sizes in a config.json -> the largest that is built; products of a few of them stay below 2**63
+MOST = {  # keys in config.json -> the largest value that is built; products of a few of these stay below 2**63
     "num_hidden_layers num_layers depth layers": 1000,
     "temporal_patch_size spatial_merge_size in_channels in_chans num_channels understand_projector_stride": 64,
     "patch_size num_experts n_routed_experts moe_num_experts": 2**10,
@@ -33,7 +33,7 @@ MOST = {  # sizes in a config.json -> the largest that is built; products of a f
     "vocab_size num_position_embeddings": 2**24,
 }
 SIZES = {name: most for names, most in MOST.items() for name in names.split()}
-LISTED = 12  # weights that an error names, for each kind
+LISTED = 12  # an error names at most this many weights of each kind
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
@@ -42,8 +42,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
     weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
-    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json,
-    ValueError for a revision of a local folder or a JSON file that is not an object.
+    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json.
+    Raises ValueError for a revision of a local folder or a JSON file that is not an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
@@ -71,14 +71,14 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
-    except Exception as error:  # offline, gated, misspelt: one sentence, with the cause attached
+    except Exception as error:  # the model is offline, gated or misspelt: one sentence, with the cause attached
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub answered: {reason}") from error
 
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
     """Download only the shards with the vision tower, for a hub id whose configs are in `folder`."""
-    if not os.path.exists(Path(path_or_id).expanduser()):
+    if not (os.path.exists(Path(path_or_id).expanduser()) or folder.parent == DATA / "checkpoints"):
         shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
         download(str(path_or_id), shards, hub)
 
@@ -100,7 +100,7 @@ def check_sizes(values: Mapping, name: str) -> None:
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     """Return the safetensors files of a checkpoint: model.safetensors, else the index's shards, as transformers does.
 
-    pattern: a regular expression; shards without a weight of such a name may be missing. Raises FileNotFoundError
+    pattern: a regular expression; shards that contain no matching weight may be missing. Raises FileNotFoundError
     if there are no files or some are missing, and ValueError for an index that is malformed or names a file outside
     the folder.
     """
@@ -124,7 +124,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
     for weight, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
-        path = PureWindowsPath(file)  # accepts both kinds of slashes
+        path = PureWindowsPath(file)  # this class accepts both kinds of slashes
         if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     if not weight_map:
@@ -164,6 +164,6 @@ def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
     """Return shape, dtype and file offsets of every weight whose name matches `pattern`, without reading tensors."""
     headers = dict[str, TensorInfo]()
     for file in weight_files(folder, pattern):
-        with open_shard(file):  # refuses a file that is cut short
+        with open_shard(file):  # this refuses a file that is cut short
             headers |= parse_local_safetensors_file_metadata(file).tensors
     return {name: header for name, header in headers.items() if re.search(pattern, name)}

@@ -1,4 +1,4 @@
-"""Clear errors at the public border: name the argument, the value that came, and the values that are allowed."""
+"""Clear errors at the public border: they name the argument, the value passed, and the values that are allowed."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from torch import Tensor
 from refvl.printing import printable
 
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**22  # per media item, and tokens per prompt: more than any model accepts, and plans stay below 2 GB
-WORDED = (ValueError, OSError, ImportError)  # errors whose messages need no context
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
+MAX_PATCHES = 2**22  # per media item, as for prompt tokens: more than any model accepts; plans stay below 2 GB
+WORDED = (ValueError, OSError, ImportError)  # the messages of these errors need no context
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 has no meaning without its scale
 
 
 def is_integer(value) -> bool:
     """Return whether `value` has an integer type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
     if isinstance(value, Tensor):
-        return value.ndim == 0 and _holds_integers(value) and not value.is_meta
+        return value.ndim == 0 and _holds_integers(value) and not value.is_meta and value.layout == torch.strided
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -45,10 +45,13 @@ def check_positive_ints(**values) -> list[int]:
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`."""
+    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`.
+
+    An integer beyond the largest float is infinite.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
-    return float(value)
+    return math.inf * (value > 0 or -1) if isinstance(value, int) and abs(value) >> 1023 else float(value)
 
 
 def check_positive(value, name: str) -> float:
@@ -143,7 +146,7 @@ def read_json(path: Path) -> dict:
     """Return the object in a JSON file. Raises ValueError, naming the file, for anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 raise a ValueError, too
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
@@ -157,5 +160,5 @@ def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[No
         yield
     except passed:
         raise
-    except Exception as error:  # values of a wrong type or size cause all kinds of errors
+    except Exception as error:  # values of a wrong type or size cause errors of all kinds
         raise ValueError(f"{what}: {printable(error) or type(error).__name__}") from error

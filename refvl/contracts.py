@@ -72,12 +72,13 @@ class GraphEncoder(PlansAndEncodes, Protocol):
 
 
 class Encoder(PlansAndEncodes, Protocol):
-    """From patch rows of media to embeddings of the language model's width. An `nn.Module`, one class per architecture.
+    """A module from patch rows of media to embeddings of the language model's width. It is an `nn.Module`, one class
+    per architecture.
 
     It is a `GraphEncoder` as well, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
     """
 
-    config: Any  # depth, num_heads and head_dim of the tower, patch_values per row
+    config: Any  # contains depth, num_heads and head_dim of the tower, and patch_values per row
     is_compiled: bool  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
@@ -111,14 +112,14 @@ class Encoder(PlansAndEncodes, Protocol):
 
 
 class Processor(Protocol):
-    """From a question and media to token ids and patch rows, configured by the files of a checkpoint folder."""
+    """The path from a question and media to token ids and patch rows, configured by a checkpoint folder's files."""
 
     token_ids: dict[str, int]  # the placeholders: {"image": id, "video": id}
-    image_config: Any  # the preparation of an image
-    video_config: Any  # the preparation of a video; None if the model accepts no video
-    limits: MediaLimits  # on decoding; may be replaced
+    image_config: Any  # how an image is prepared
+    video_config: Any  # how a video is prepared; None if the model accepts no video
+    limits: MediaLimits  # limits on decoding; may be replaced
     assumed: bool  # whether the pixel limits are the class's defaults, because no file sets them
-    tokenizer: Any  # None: plans and counts, but builds no prompt
+    tokenizer: Any  # None: the processor plans and counts, but builds no prompt
 
     def __init__(self, config: Any) -> None:
         """Build a processor from a config alone, for planning."""

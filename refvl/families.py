@@ -31,7 +31,7 @@ from refvl.positions.canvas import CanvasMarks
 from refvl.processors import glm4v, kimi_k25, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.tokenizers import TOKENIZER_FILES
 
-CAPABILITIES = {  # optional features of a family, and the argument that requests each
+CAPABILITIES = {  # optional feature of a family -> the argument that requests it
     "drafts": "prompt_lookup_num_tokens",
     "assistant": "assistant_model",
     "chunks": "prefill_chunk",
@@ -54,12 +54,12 @@ class Family:
     model_types: tuple[str, ...]
     encoder: type[Encoder]
     processor: type[Processor]
-    vision_prefix: str = r"^(model\.)?visual\."  # regular expression for the checkpoint names of the vision tower
+    vision_prefix: str = r"^(model\.)?visual\."  # regular expression for the vision tower's names in checkpoints
     text_model: type[CausalTextModel] = CausalTextModel
-    config: Callable[..., PretrainedConfig] | None = None  # reads config.json if transformers has no class for it
-    version: str | None = None  # see `minicpmv_version`, if families share a model_type
-    left_out: str = "(?!)"  # regular expression: checkpoint names that are neither vision nor text
-    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why not; the others exist
+    config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
+    version: str | None = None  # used if families share a model_type, see `minicpmv_version`
+    left_out: str = "(?!)"  # regular expression for checkpoint names that are neither vision nor text
+    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
 
     @property
     def can(self) -> Mapping[str, bool]:
@@ -67,7 +67,7 @@ class Family:
         return {capability: capability not in self.cannot for capability in CAPABILITIES}
 
     def require(self, capability: str) -> None:
-        """Raise ValueError, naming the argument and the family, if it does not have this one of `CAPABILITIES`."""
+        """Raise ValueError, naming the argument and the family, if the family lacks this one of `CAPABILITIES`."""
         if capability in self.cannot:
             raise ValueError(f"{CAPABILITIES[capability]}: not supported by {self.name}, {self.cannot[capability]}")
 
@@ -102,7 +102,7 @@ FAMILIES = (
              cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
-    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; its images and text are the same
+    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work the same way
              encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, version="2.6",
              config=partial(MiniCPMVConfig, Qwen2Config)),
     MINICPMV("MiniCPM-V 4.0", ("minicpmv",), encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, version="4.0",
@@ -117,7 +117,7 @@ FAMILIES = (
            KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files tells which one it is
+# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files distinguishes them
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 
@@ -207,7 +207,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: Family) -> None:
-    """Warn of the parts of a checkpoint that are neither vision nor text, by name."""
+    """Warn about the parts of a checkpoint that are neither vision nor text, by name."""
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
@@ -238,9 +238,9 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
     with torch.device("meta"):
         encoder = find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
-    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
+    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later on
         raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights have {stored:,}")
-    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses what could not run later
+    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses a backend that cannot run
     return encoder.to(dtype).to_empty(device=device).eval()
 
 

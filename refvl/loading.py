@@ -31,7 +31,7 @@ from refvl.serving.provenance import sources
 from refvl.serving.tower import NoText
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PLACEMENT = (  # arguments of transformers' `from_pretrained`, for the text model
+PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model
     "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
     "distributed_config", "quantization_config",
 )  # fmt: skip
@@ -62,27 +62,34 @@ def load(
 ) -> VLM:
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
-    device: "auto" takes CUDA if there is one; with torchrun, "auto" and "cuda" give each process its own GPU. dtype: a
-    torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere (T4, V100)
-    do not compute in bfloat16: they use float16, with a warning. attention: the backend of the vision tower
-    (`refvl.attention`). linear: the kernel of the linear layers in float32 on a CPU: "torch", "onednn", or "auto" for
-    the faster one on this machine (`refvl.serving.linear`). weights: "checkpoint", or "random" to build the true shape
-    from a config alone (a folder, a JSON file, a dict); on device "meta" it needs no memory. text: False leaves the
-    language model out: only the vision tower's weights are read or downloaded, and only `encode` and `feature_map` run
-    (`refvl.serving.tower`). graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend
-    elsewhere); a dict sets the options of `EncoderGraphManager`. media_cache: the number of tokens whose embeddings are
-    cached, so no item is encoded twice, or a `MediaCache` (`refvl.serving.media_cache`). compile: answers are decoded
-    with a cache of fixed size, for which transformers compiles the step on CUDA: the first answer takes longer, later
-    ones less. If the tower runs varlen attention, its blocks are compiled now, behind a progress bar. On other devices
-    compile sets only the cache. max_cache_len: the least number of tokens (prompt and answer) in that cache; None is
-    the need of the longest call so far, and each longer call makes transformers compile again. adapters: folders or hub
-    ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`). A folder that contains an adapter and
-    weights is refused unless adapters is given; [] ignores it. revision, cache_dir, token, local_files_only: as in
-    `huggingface_hub.snapshot_download`. torch_dtype: the older name of `dtype` in transformers. model_kwargs are passed
-    to transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a map, spreads its layers
-    over devices, memory and disk (needs accelerate). `distributed_config=DistributedConfig(tp_plan="auto")` of
-    `transformers.distributed` splits every layer among the processes of torchrun. The vision tower stays whole, on
-    `device`.
+    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
+    device: "auto" takes CUDA if there is one; with torchrun, "auto" and "cuda" give each process its own GPU.
+    dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere
+        (T4, V100) do not compute in bfloat16: they use float16, with a warning.
+    attention: the backend of the vision tower (`refvl.attention`).
+    linear: the kernel of the linear layers in float32 on a CPU: "torch", "onednn", or "auto" for the faster one on
+        this machine (`refvl.serving.linear`).
+    weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a JSON file, a dict). On
+        device "meta" it needs no memory.
+    text: False leaves the language model out. Then only the vision tower's weights are read or downloaded, and only
+        `encode` and `feature_map` run (`refvl.serving.tower`).
+    graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend elsewhere); a dict sets the
+        options of `EncoderGraphManager`.
+    media_cache: the number of tokens whose embeddings are cached, so no item is encoded twice, or a `MediaCache`
+        (`refvl.serving.media_cache`).
+    compile: True decodes answers with a cache of fixed size, for which transformers compiles the decode step on CUDA:
+        the first answer takes longer, later ones less. If the tower runs varlen attention, its blocks are compiled
+        now, behind a progress bar. On other devices, only the size of the cache is fixed.
+    max_cache_len: the minimum size of that cache in tokens, prompt and answer. None: as many as the longest call so
+        far needed; each longer call makes transformers compile again.
+    adapters: folders or hub ids of LoRA adapters to attach, whose effects add up (`refvl.serving.adapters`). A folder
+        that contains an adapter and weights is refused unless adapters is given; [] ignores the adapter.
+    revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
+    torch_dtype: the older name of `dtype` in transformers.
+    model_kwargs: arguments of transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a
+        map, spreads its layers over devices, memory and disk (needs accelerate).
+        `distributed_config=DistributedConfig(tp_plan="auto")` of `transformers.distributed` splits every layer among
+        the processes of torchrun. The vision tower stays whole, on `device`.
 
     Raises FileNotFoundError if the checkpoint is missing, TypeError for unknown arguments, ValueError for an unknown
     family, malformed files or weights that do not fit.
@@ -191,7 +198,7 @@ def _load_models(
 ) -> tuple[Encoder, Any]:  # fmt: skip
     """Load encoder and text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # next to text_config, read inside it
+    if (how := getattr(config, "quantization_config", None)) is not None:  # it may be next to text_config
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
@@ -255,7 +262,7 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
 
 
 def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype. torch_dtype: another name of `dtype`, or None. Raises ValueError if they disagree."""
+    """Choose the dtype. torch_dtype: the older name of `dtype`, or None. Raises ValueError if they disagree."""
     torch_dtype = dtype if torch_dtype is None else torch_dtype
     dtype = torch_dtype if dtype == "auto" else dtype
     if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):

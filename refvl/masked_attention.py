@@ -10,10 +10,10 @@ LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to sc
 def masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Attend with one M x N mask. All shapes follow from M, N and the number of segments, so a graph can capture it.
 
-    Masked keys have weight zero, but zero times nan is nan. So keys are zeroed first if they are padding or spoiled
-    (not finite, or too large to multiply). Afterwards, queries that would see a spoiled key, or are not finite
-    themselves, become nan: an item that overflows spoils only itself. Padding queries see every key, because a softmax
-    over none would be nan; their rows are zeroed at the end.
+    A masked key has weight zero, but zero times nan is nan. Keys are therefore zeroed first if they are padding or
+    spoiled (not finite, or too large to multiply). Afterwards, queries become nan if they would see a spoiled key or
+    are not finite themselves: an item that overflows spoils only itself. Padding queries see every key, because a
+    softmax over none would be nan; their rows are zeroed at the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))

@@ -41,7 +41,7 @@ class MediaTokens:
 class FramewiseMedia(MediaTokens):
     """A video of GLM or Qwen3-VL: each frame is a run of its own, with text between the frames."""
 
-    timestamps: tuple[float, ...] = ()  # seconds, one per frame; empty if the prompt was built elsewhere
+    timestamps: tuple[float, ...] = ()  # in seconds, one per frame; empty if the prompt was built elsewhere
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -54,8 +54,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
     if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
-    end in text. Also raises it if two runs of an item touch: text always separates frames and crops, so the runs then
-    have different lengths or a different order.
+    end in text. Also raises it if two runs of one item touch each other. Text always separates frames and crops, so the
+    runs of such a prompt have a different length or order.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():

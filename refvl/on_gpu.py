@@ -5,7 +5,7 @@
     rotate        the rotary embedding in two kernels
     attend        torch's flash-attn 2, without the random-number state that `varlen_attn` clears in each call
 
-The launch of a kernel takes the host about 5 us, even if the kernel computes little. To understand a tower you need
+The host takes about 5 us to launch a kernel, even if the kernel computes little. To understand a tower you need
 none of this; on a CPU none of it runs. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: alignment of every tensor in a packed plan
+ALIGNMENT = 16  # in bytes, of every tensor in a packed plan
 
 
 def send_plan(plan: Any, device: torch.device) -> Any:
@@ -39,7 +39,7 @@ def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         return [x.to(device, non_blocking=True) for x in tensors]
     packed = torch.zeros(size, dtype=torch.uint8)
     for x, end in zip(tensors, ends, strict=True):
-        if x.numel():  # an empty tensor has no bytes to look at
+        if x.numel():  # an empty tensor has no bytes to copy
             packed[end - x.nbytes : end] = x.contiguous().flatten().view(torch.uint8)
     sent = packed.pin_memory().to(device, non_blocking=True)
     return [
@@ -60,7 +60,7 @@ def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return patch rows on a GPU, (N, C*Tp*P*P) in `dtype`; the host does not wait.
+    """Return patch rows on a GPU, (N, C*Tp*P*P) in `dtype`, without making the host wait.
 
     rows: `Levels`, which are normalised on the GPU, or a tensor of normalised rows, which is copied in `dtype`.
     """
@@ -68,7 +68,7 @@ def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
         return rows.to(device, non_blocking=True)
     N, C, _, values = rows.values.shape
-    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy for both
+    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy sends both
     sent = torch.cat([table, levels]).pin_memory().to(device, non_blocking=True)
     table, levels = sent[: len(table)].view(dtype).view(C, 1, -1), sent[len(table) :].view(rows.values.shape)
     shape = N, C, rows.frames  # an image has one frame, which is repeated Tp times

@@ -1,3 +1,3 @@
-"""Data-parallel encoding: the public door to `refvl.serving.parallel`."""
+"""Data-parallel encoding: the public names of `refvl.serving.parallel`."""
 
 from refvl.serving.parallel import *  # noqa: F403

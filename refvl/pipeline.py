@@ -49,7 +49,7 @@ class Request:
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
             check_pruning_rate(self.pruning_rate, "pruning_rate")
         if not isinstance(self.pruning, str) or self.pruning not in PRUNERS:
-            find_pruner(self.pruning)  # raises an error with the valid names
+            find_pruner(self.pruning)  # this raises an error that lists the valid names
 
 
 class VLM:
@@ -64,7 +64,7 @@ class VLM:
         self.processor = processor
         self.encoder = encoder
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | None = None  # if set, it encodes instead of the encoder
+        self.graphs: EncoderGraphManager | None = None  # graphs encode in place of the encoder, if there are any
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
         """Answer a question about images and videos, greedily; request: the other fields of `Request`."""
@@ -112,7 +112,10 @@ class VLM:
 
     @torch.no_grad()
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
-        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens."""
+        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens.
+
+        ids_L: the (L,) token ids of the prompt. Raises ValueError if placeholders, rows or context do not fit.
+        """
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
         text_LW = self.language_model.text_rows(ids_L)
@@ -158,7 +161,7 @@ class VLM:
             options["inputs_embeds"], _ = left_pad([t.inputs_embeds for t in traces])
             if text.row_width > text.config.hidden_size:
                 options["deepstack_embeds"], _ = left_pad([t.deepstack for t in traces])
-        options.setdefault("tokenizer", self.processor.tokenizer)  # used only with stop_strings
+        options.setdefault("tokenizer", self.processor.tokenizer)  # this is used only with stop_strings
         max_new_tokens = min(max_new_tokens, self.max_context - longest)
         return generate(text, input_ids, positions_3BL, mask, max_new_tokens=max_new_tokens, **options)
 
@@ -176,6 +179,7 @@ class VLM:
 
     @property
     def family(self) -> families.Family:
+        """The entry of the model's family in `refvl.families`."""
         return families.find_family(self.config)
 
     @property
@@ -185,10 +189,12 @@ class VLM:
 
     @property
     def device(self) -> torch.device:
+        """The device of the encoder."""
         return self.encoder.device
 
     @property
     def max_context(self) -> int:
+        """The maximum number of tokens that the language model reads, prompt and answer together."""
         return self.language_model.config.max_position_embeddings
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LATER: Any = None  # the value of a field until its stage has run
+LATER: Any = None  # a field has this value until its stage has run
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -20,26 +20,26 @@ class Record:
     W is the width of the encoder's rows: D, or D * (1 + k) if the text model accepts k DeepStack features as well.
     """
 
-    device: torch.device | None = None  # the clock waits for its queued work
+    device: torch.device | None = None  # the clock waits for the queued work of this device
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
     patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
-    metadata: list = field(default_factory=list)  # plans of the encoder, one per forward or replay
-    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty if run eagerly
-    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before pruning
-    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None: not pruned
-    spans: list = field(default_factory=list)  # the spans of each item in the full prompt, one per run
-    full_ids: Tensor = LATER  # (L_full,) the prompt with all placeholders
+    metadata: list = field(default_factory=list)  # the encoder's plans, one per forward or replay
+    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty if the encoder ran eagerly
+    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before it is pruned
+    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None: the item was not pruned
+    spans: list = field(default_factory=list)  # each item's spans in the full prompt, one span per run
+    full_ids: Tensor = LATER  # (L_full,): the prompt with all of its placeholders
     full_positions: Tensor = LATER  # (3, L_full)
     keep: Tensor = LATER  # (L_full,) bool
     input_ids: Tensor = LATER  # (L,) full_ids[keep]
     inputs_embeds: Tensor = LATER  # (L, D)
-    deepstack: Tensor = LATER  # (L, W - D), zeros for text: added to hidden states, k layers' features
+    deepstack: Tensor = LATER  # (L, W - D), zeros for text: k layers' features, added to hidden states
     positions: Tensor = LATER  # (3, L)
-    delta: int = 0  # decode step k has position L + k + delta
+    delta: int = 0  # the position of decode step k is L + k + delta
     token_ids: list[int] = field(default_factory=list)  # generated
-    passes: list[int] = field(default_factory=list)  # tokens that each forward produced: 1, plus the drafts it accepted
+    passes: list[int] = field(default_factory=list)  # the tokens of each forward: 1, plus the accepted drafts
     text: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds per stage, in order
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -217,7 +217,7 @@ def rules(explorer, state: tuple) -> dict:
         return [(follows + step, follows + r, follows + c) for r, c in boxes[size]]
 
     found = []
-    for rule in ("Qwen2.5-VL", "Qwen3-VL", "MiniCPM-V 4.7", "closed up"):
+    for rule in ("Qwen2.5-VL", "Qwen3-VL", "MiniCPM-V 4.7", "like plain text"):
         media, text = [], []
 
         def words(follows: int, count: int, text=text) -> int:
@@ -257,7 +257,7 @@ def rules(explorer, state: tuple) -> dict:
                 follows = words(follows, 1)
         follows = words(follows, 3)
         found.append({"positions": media, "text": text, "end": follows})
-    # closed up: what stands before a token in the prompt of Qwen2.5-VL, less what is pruned
+    # like plain text: what stands before a token in the prompt of Qwen2.5-VL, less what is pruned
     order, ids = [*[0] * 3], 0
     for k, (h, w) in enumerate(sizes):
         order += [0] * (1 + (k > 1 and (k - 1) % columns == 0)) + [1] * (h * w) + [0]
@@ -366,9 +366,12 @@ def tower(explorer, state: tuple) -> dict:
     alike = cosines(states - states.mean(0))
     tokens = [range(4 * (i // 4), 4 * (i // 4) + 4) for i in range(len(states))]
     near = np.array([np.mean([alike[i, j] for j in tokens[i] if j != i]) for i in range(len(states))])
+    far = np.array(
+        [np.mean([alike[i, j] for j in range(len(states)) if j not in tokens[i]]) for i in range(len(states))]
+    )
     return {
         "picture": number, "stage": after,
-        "alike": np.round(255 * np.maximum(alike, 0)).astype(int), "near": near,
+        "alike": np.round(255 * np.maximum(alike, 0)).astype(int), "near": near, "far": far,
         "segments": segments_of(trace, after - 1) if after else none,
     }  # fmt: skip
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ("README.md", "CONTRIBUTING.md", "data/README.md", *(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")))
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "data/configs/README.md", *PAGES)
+ROOMS = ("refvl", "benchmarks", "data/training")  # folders of Python files
 LIST = re.compile(r"\A(?:#+|[-*+>]|\d+\.) +")
 DIRECTIVE = re.compile(r"# ?(?:type:|noqa|fmt:|pragma|mypy:|ruff:|!|%%)")
 END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*(?:[A-Z0-9~]|(?:vLLM|transformers|torch|refvl)\b|[\w, ]+: ))")
@@ -62,8 +64,8 @@ def notebook_blocks() -> Iterator[Block]:
 
 
 def python_blocks() -> Iterator[Block]:
-    """Yield docstrings by paragraph, comments, and strings of three words or more (messages, captions, help)."""
-    for path in sorted((ROOT / "refvl").rglob("*.py")):
+    """Yield docstrings by paragraph and comments; of the library also strings of three words or more (messages)."""
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         source, file = path.read_text(), str(path.relative_to(ROOT))
         nodes = list(ast.walk(ast.parse(source)))
         docstrings = [node.value for node in nodes if isinstance(node, ast.Expr) and _is_text(node.value)]
@@ -72,8 +74,8 @@ def python_blocks() -> Iterator[Block]:
             indent = " " * min((len(t) - len(t.lstrip()) for t in lines[1:] if t.strip()), default=0)
             yield from markdown_blocks(file, [t.removeprefix(indent) for t in lines], node.lineno)
         for node in nodes:
-            is_script = _is_text(node) and re.search(r"[;{] *\n", node.value)
-            if _is_text(node) and node not in docstrings and node.value.count(" ") >= 2 and not is_script:
+            is_prose = _is_text(node) and node.value.count(" ") >= 2 and not re.search(r"[;{] *\n", node.value)
+            if is_prose and node not in docstrings and file.startswith("refvl"):  # others are questions and JSON keys
                 yield Block(file, node.lineno, node.value)
         yield from _comments(file, source)
 

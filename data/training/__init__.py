@@ -1,1 +1,1 @@
-"""How the small models were made: scenes and pages, training, evaluation. Run the scripts from the repository."""
+"""The scripts that made the small models: scenes and pages, training, evaluation. Run them from the repository."""

@@ -1,9 +1,9 @@
-"""Teach a tiny model new words by a LoRA adapter: notebook 13's functions.
+"""Teach a tiny model new words with a LoRA adapter: the functions of notebook 13.
 
 The new words are a colour, "orange", and a shape, "ring", which no shipped model has seen or said. A scene is drawn as
-always and its first object is then given one of them, so that what is new is told from what is old by that word alone.
-The questions, the prompts and their layout are those of the training (`tiny_model.py`), the weights those of a loaded
-`VLM`: what PEFT puts in place of its layers is trained.
+usual, and then its first object gets one of the new words, so only that word distinguishes new from old. Questions,
+prompts and their layout are those of the training (`tiny_model.py`), and the weights are those of a loaded `VLM`; the
+layers that PEFT inserts are trained.
 """
 
 import json
@@ -21,13 +21,13 @@ from data.training import scenes
 from data.training.tiny_family import find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
-NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word it is answered with
+NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word of its answer
 RGB = (240, 130, 30)
-POOL = 256  # scenes that are drawn again and again, with other questions
+POOL = 256  # scenes that are drawn repeatedly, with different questions
 
 
 def new_scene(split: str, index: int, kind: str) -> scenes.Scene:
-    """Scene number `index` of a split, its first object orange, or a ring."""
+    """Draw scene number `index` of a split whose first object is orange, or a ring."""
     scene = scenes.draw_scene(split, index, objects=(1, 3))
     first = scene.things[0]
     if kind == "color":
@@ -40,7 +40,7 @@ def new_scene(split: str, index: int, kind: str) -> scenes.Scene:
 
 @dataclass
 class Pupil:
-    """A loaded model as it is trained: the same modules, fed with batches of scenes and questions."""
+    """A loaded model in its form for training: the same modules, fed with batches of scenes and questions."""
 
     vlm: refvl.VLM
     builder: PromptBuilder
@@ -48,7 +48,7 @@ class Pupil:
 
     @classmethod
     def of(cls, vlm: refvl.VLM, name: str = "qwen2_5_vl") -> "Pupil":
-        """`vlm`: loaded from the shipped folder of the family `name`."""
+        """`vlm`: the model, loaded from the shipped folder of the family `name`."""
         family = find_family(name)
         config = json.loads((family.folder / "config.json").read_text())
         tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))
@@ -58,18 +58,18 @@ class Pupil:
         return cls(vlm, PromptBuilder(family, tokenizer, config), model)
 
     def batch(self, drawn: list[scenes.Scene], questions: list[list[scenes.Question]]) -> Batch:
-        """Images with as many questions each."""
+        """Build images with the same number of questions each."""
         pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
         return self.builder.batch(pixels[:, None], questions)
 
     def answer(self, batch: Batch) -> Tensor:
-        """Logits of every answer token (A, V)."""
-        self.model.lm_head = self.vlm.language_model.lm_head  # PEFT may have replaced it
+        """Return the logits of every answer token (A, V)."""
+        self.model.lm_head = self.vlm.language_model.lm_head  # PEFT may have replaced this layer
         return self.model(batch)[0]
 
 
 def draw_questions(scene: scenes.Scene, kind: str, rng: np.random.Generator) -> list[scenes.Question]:
-    """One that is answered with the new word, one that asks with it, and one about anything in the picture."""
+    """Return a question that the new word answers, one that contains it, and one about any object in the image."""
     found = scenes.all_questions(scene)
     answered = [q for k in (kind, f"{kind}_at") for q in found.get(k, ()) if q.answer == NEW[kind]]
     asking = [q for q in found["place"] if NEW[kind] in q.text]
@@ -78,7 +78,7 @@ def draw_questions(scene: scenes.Scene, kind: str, rng: np.random.Generator) -> 
 
 
 def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
-    """`count` scenes with three questions each; a share `replay` of them is old: without the new words."""
+    """Build `count` scenes with three questions each; a share `replay` of them is old, without the new words."""
     rng = np.random.default_rng([scenes.SEED, step])
     drawn, asked = [], []
     for i in range(step * count, (step + 1) * count):
@@ -95,7 +95,7 @@ def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
 def adapt(
     pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 6, replay: float = 0.0
 ) -> Iterator[tuple[int, float]]:
-    """Train what is trainable for `steps` steps of `count` scenes; yields (step, loss) after each."""
+    """Train the trainable weights for `steps` steps of `count` scenes; yield (step, loss) after each."""
     weights = [weight for weight in pupil.vlm.adapters.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))
@@ -114,10 +114,11 @@ def adapt(
 
 @torch.no_grad()
 def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
-    """Share right of `count` held-out scenes, one question each, every token the most likely one.
+    """Return the share of `count` held-out scenes with a correct answer to one question; every token is the most likely
+    one.
 
-    what: "color" or "shape", to be answered with the new word; "place" of the new objects; "old": the scenes and
-    questions of the first training, of colour, shape and place.
+    what: "color" or "shape", for answers with the new word; "place" of the new objects; "old": the scenes and questions
+        of the first training, about colour, shape and place.
     """
     rng, drawn, asked = np.random.default_rng(count), [], []
     for index in range(count):

@@ -1,7 +1,7 @@
-"""Write the page that the demo asks about: `python -m data.training.demo_page`.
+"""Write the page for the demo's questions: `python -m data.training.demo_page`.
 
-It comes from the split "demo", which nothing is trained on or measured with: the first page of three boxes, little
-noise, and a red one among them.
+It comes from the split "demo", which is used neither for training nor for measurements: the first page with three
+boxes, little noise, and a red box among them.
 """
 
 from PIL import Image

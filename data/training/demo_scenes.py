@@ -1,7 +1,8 @@
-"""Write the scenes that the demo and the notebooks ask about: `python -m data.training.demo_scenes`.
+"""Write the scenes for the questions of the demo and the notebooks: `python -m data.training.demo_scenes`.
 
-They come from the split "demo", which nothing is trained on or measured with: the first image of four objects and
-the first video of three in which exactly one object is a circle; in the video the circle moves across the grid.
+They come from the split "demo", which is used neither for training nor for measurements: the first image of four
+objects and the first video of three in which exactly one object is a circle. In the video, the circle moves across the
+grid.
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ def _circles(scene: scenes.Scene) -> int:
 
 
 def write_clip(frames: np.ndarray, path: Path) -> None:
-    """(T, H, W, 3) uint8 -> H.264 at the frame rate of the scenes; sides must be even."""
+    """Encode (T, H, W, 3) uint8 as H.264 at the frame rate of the scenes; sides must be even."""
     import av
 
     with av.open(str(path), "w") as container:

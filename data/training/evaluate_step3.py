@@ -1,9 +1,9 @@
-"""What crops are worth to the tiny Step3, through the public path: `python -m data.training.evaluate_step3`.
+"""Measure what crops contribute to the tiny Step3, through the public path: `python -m data.training.evaluate_step3`.
 
-Pages of the held-out split "test" go through `refvl.load(folder).chat_batch(...)`, first with crops, then the same
-pages and questions with the overview alone; then questions in other spellings, about boxes that are not there, and
-beside the point. An answer counts when the text is the expected one, letter by letter. The command ends with an error
-when a goal is missed; `--write` keeps the shares as JSON.
+Pages of the held-out split "test" go through `refvl.load(folder).chat_batch(...)`: first with crops, then the same
+pages and questions with the overview alone. Then come questions in other spellings, about boxes that do not exist, and
+off-topic questions. An answer counts if the text is the expected one, letter by letter. The command exits with an error
+if a goal is missed; `--write` saves the shares as JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OTHERS = ("other spellings", "not there", "everyday", "everyday, no image")
 
 
 def requests_for(kind: str, count: int, split: str = "test") -> list[tuple[pages.Question, dict]]:
-    """(question, arguments of `chat`) for the first `count` pages of a split."""
+    """Return (question, arguments of `chat`) for the first `count` pages of a split."""
     requests = []
     for index in range(min(count, len(everyday.held_out())) if kind.startswith("everyday") else count):
         page, rng = pages.draw_page(split, index), np.random.default_rng([pages.SPLITS[split], index])
@@ -47,7 +47,7 @@ def requests_for(kind: str, count: int, split: str = "test") -> list[tuple[pages
 
 
 def evaluate(model: refvl.VLM, kind: str, count: int, *, split: str = "test", batch: int = 50) -> list[bool]:
-    """Whether each of `count` questions of one kind is answered right."""
+    """Return whether each of `count` questions of one kind is answered correctly."""
     todo, right = requests_for(kind, count, split), []
     for start in tqdm(range(0, len(todo), batch), desc=kind, leave=False):
         part = todo[start : start + batch]
@@ -57,7 +57,7 @@ def evaluate(model: refvl.VLM, kind: str, count: int, *, split: str = "test", ba
 
 
 def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
-    """The questions that miss their goal: 99 % with crops; letters without crops at chance, the rest at 95 %."""
+    """Return the questions that miss their goal: with crops 99 %; without, letters at chance and the rest 95 %."""
     kinds = []
     for kind, row in accuracy.items():
         least = 0.95 if kind in OTHERS else 0.99
@@ -68,7 +68,7 @@ def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
 
 
 def set_crops(model: refvl.VLM, enabled: bool) -> None:
-    """With crops, or overviews only: nothing else of the model or the prompt changes."""
+    """Evaluate with crops, or with overviews only; nothing else in the model or the prompt changes."""
     model.processor.image_config = replace(model.processor.image_config, enable_crops=enabled)
 
 

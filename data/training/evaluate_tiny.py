@@ -1,13 +1,14 @@
-"""How often a tiny model is right, through the public path: `python -m data.training.evaluate_tiny --model qwen2_5_vl`.
+"""Measure how often a tiny model is correct, through the public path: `python -m data.training.evaluate_tiny --model
+qwen2_5_vl`.
 
 Scenes of the held-out split "test" go through `refvl.load(folder)`: preprocessing, tower, pruning, prompt, greedy
-decoding, text. An answer counts when the text is the expected one, letter by letter. Some kinds of questions are asked
-again after a change of what the model is told - positions, seconds, temporal ids, the order of slices - and the answer
-has to change with it; others are written in other ways, about things that are not there, or beside the point.
+decoding, text. An answer counts if the text is the expected one, letter by letter. Some kinds of questions are asked
+again after a change of the input - positions, timestamps, temporal ids, the order of slices - and the answer has to
+change with it. Other questions are spelt differently, are about things that do not exist, or are off topic.
 
-Every kind has a goal (`GOALS`); the command ends with an error when one is missed. `--curve` repeats the motion
-questions at several EVS pruning rates, with the time to the first token of one video; `--write FILE` keeps
-all of it as JSON.
+Every kind has a goal (`GOALS`); the command exits with an error if one is missed. `--curve` repeats the motion
+questions at several EVS pruning rates, with the time to the first token of one video; `--write FILE` saves everything
+as JSON.
 """
 
 import argparse
@@ -45,7 +46,7 @@ SHUFFLED = "change, seconds shuffled"
 SWAPPED, STILL_TRUE = "place, h and w swapped", "place, h and w swapped: the true one"
 MIRRORED, STILL_THERE = "place, table transposed", "place, table transposed: the true one"
 SIZES = ((56, 56), (112, 112), (168, 168), (56, 112), (112, 56), (84, 168), (168, 84), (70, 100), (140, 120))  # px
-GOALS = {  # kind of question -> least and greatest share that is right
+GOALS = {  # kind of question -> minimum and maximum share of correct answers
     **dict.fromkeys(scenes.MEASURED, (0.99, 1.0)),
     SHUFFLED: (0.99, 1.0),
     SWAPPED: (0.95, 1.0),
@@ -61,15 +62,15 @@ GOALS = {  # kind of question -> least and greatest share that is right
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
     "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, packs exchanged as they are": (0.9, 1.0),  # cannot be read: the answer is to stay
+    "motion, packs exchanged as they are": (0.9, 1.0),  # the change cannot be read, so the answer has to stay the same
     "place, slices exchanged": (0.95, 1.0),
     "other spellings": (0.95, 1.0),
-    "what is there": (0.85, 1.0),  # one or two objects by name, more by number
+    "what is there": (0.85, 1.0),  # one or two objects by name, more objects by number
     "not there": (0.95, 1.0),
     "everyday": (0.95, 1.0),
     "everyday, no image": (0.95, 1.0),
 }
-PACKED_GOALS = {"motion": (0.95, 1.0)}  # where the order inside packs is all that tells it
+PACKED_GOALS = {"motion": (0.95, 1.0)}  # only the order inside packs indicates it here
 
 
 EXCHANGES = {  # kind of question -> frames of the video, and how their times are exchanged (`draw_times`)
@@ -81,9 +82,10 @@ EXCHANGES = {  # kind of question -> frames of the video, and how their times ar
 
 @dataclass(frozen=True)
 class Request:
-    """index: of the scene in its split. arguments: of `VLM.chat`. change: done to the prompt when it is ready.
+    """index: the scene's number in its split. arguments: of `VLM.chat`. change: a function that changes the prompt when
+    it is ready.
 
-    replace: stages of `VLM.trace` whose result is another.
+    replace: stages of `VLM.trace` whose results are replaced.
     """
 
     index: int
@@ -95,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Asked:
-    """One question, what the model said, and the scene's number in its split."""
+    """One question, the model's answer, and the scene's number in its split."""
 
     index: int
     question: scenes.Question
@@ -103,14 +105,14 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Beside the point, any sentence is right that ends in what to ask, or says that something is not there."""
+        """Off topic, any sentence is correct that ends in what to ask, or says that an object does not exist."""
         if self.question.kind == "everyday":
             return self.said.endswith(self.question.answer) or self.said.startswith("There is no ")
         return self.said == self.question.answer
 
 
 def kinds_of(family: TinyFamily) -> list[str]:
-    """What is measured of a family."""
+    """The measurements of a family."""
     kinds = list(family.kinds)
     kinds += [SHUFFLED] if "change" in family.clips else []
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
@@ -131,9 +133,9 @@ def kinds_of(family: TinyFamily) -> list[str]:
 def requests_for(
     kind: str, count: int, split: str = "test", first: int = 0, *, clips: bool = True
 ) -> list[Request]:  # fmt: skip
-    """`count` questions of one kind about the scenes `first` and following of a split.
+    """Draw `count` questions of one kind about the scenes from number `first` of a split.
 
-    clips: whether half of those that are asked of images and videos are about videos.
+    clips: whether half of the questions that suit images and videos are about videos.
     """
     if kind.startswith("everyday"):
         return _beside_the_point(kind, min(count, len(everyday.held_out())), split, first, clips)
@@ -164,14 +166,14 @@ def requests_for(
 
 
 def media_of(scene: scenes.Scene) -> dict[str, list]:
-    """The argument of `chat` that shows a scene."""
+    """Return the argument of `chat` that shows a scene."""
     if scene.sort == "picture":
         return {"images": [scenes.render(scene)]}
     return {"videos": [scenes.render(scene) if scene.sort == "motion" else sampled_clip(scene)]}
 
 
 def sampled_clip(scene: scenes.Scene, source_fps: int = 24) -> Video:
-    """The frames of a scene as if a longer video had been sampled for half a second at each of its seconds."""
+    """Return a scene's frames as if a longer video had been sampled for half a second at each of its timestamps."""
     indices = tuple(second * source_fps + half * source_fps // 2 for second in scene.seconds for half in (0, 1))
     total = (max(scene.seconds) + 1) * source_fps
     return Video(scenes.render(scene), scenes.FPS, float(source_fps), indices, total, total / source_fps)
@@ -196,7 +198,7 @@ def _plain(kind: str, split: str, index: int) -> Request | None:
 
 
 def _respelled(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
-    """One of the kinds that all families know: British, in other cases, without the question mark."""
+    """Spell a question that all families know in British English, in different case, without the question mark."""
     known = ("color", "shape", "place", "motion")[: 3 + clips]
     request = _plain(known[index % len(known)], split, index)
     if request is None:
@@ -218,7 +220,7 @@ def _missing(kind: str, split: str, index: int, *, clips: bool) -> Request:
 
 
 def _beside_the_point(kind: str, count: int, split: str, first: int, clips: bool) -> list[Request]:
-    """The held-out sentences, about an image, a video, or nothing at all."""
+    """Return the held-out sentences, asked about an image, a video, or nothing."""
     found = []
     for i, text in enumerate(everyday.held_out()[:count]):
         scene = scenes.draw_scene(split, first + i, clip=clips and bool(i % 2))
@@ -228,15 +230,15 @@ def _beside_the_point(kind: str, count: int, split: str, first: int, clips: bool
 
 
 def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
-    """The same frames at the same seconds, but each step at another's second."""
+    """Return the same frames and timestamps, with each step at the timestamp of another step."""
     scene = scenes.draw_change(split, index)
-    turned = np.roll(scene.seconds, int(_rng(split, index).integers(1, scenes.STEPS)))  # no step keeps its own
+    turned = np.roll(scene.seconds, int(_rng(split, index).integers(1, scenes.STEPS)))  # no step has its own timestamp
     scene = replace(scene, seconds=tuple(turned.tolist()))
     return _request(index, _pick(scene, "change", split, index), media_of(scene))
 
 
 def _mirrored(scene: scenes.Scene, is_mirrored: bool, split: str, index: int) -> scenes.Question | None:
-    """About an object off the diagonal: its mirrored place is asked for, or the true one."""
+    """Draw questions about an object off the diagonal: the answer is its mirrored place, or the true one."""
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if scenes.TRANSPOSED[place] == place:
@@ -253,8 +255,8 @@ def _swapped(kind: str, split: str, index: int) -> Request | None:
 
 
 def transposed_table(table: Tensor) -> Tensor:
-    """Rows and columns of a square position table exchanged, whether it is (S * S, D), with a row of a class token
-    before, or (1, S * S, D).
+    """Exchange rows and columns of a square position table of shape (S * S, D), (1 + S * S, D) with a class token
+    first, or (1, S * S, D).
     """
     flat = table.flatten(0, -2)
     side = math.isqrt(len(flat))
@@ -275,7 +277,7 @@ def _table_zeroed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _resized(kind: str, split: str, index: int) -> Request | None:
-    """A scene that was resized to one of `SIZES`, in turn."""
+    """Draw a scene, resized to each of `SIZES` in turn."""
     scene = scenes.draw_scene(split, index)
     image = Image.fromarray(scenes.render(scene)).resize(SIZES[index % len(SIZES)], Image.Resampling.BICUBIC)
     return _request(index, _pick(scene, "color", split, index), {"images": [image]})
@@ -296,7 +298,7 @@ def _reversed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _replace_media(trace: Trace, change: Callable) -> Trace:
-    """The positions (3, n) of the one medium, changed; those of a sliced one with all of its marks."""
+    """Change the positions (3, n) of the only media item; for a sliced one, with all of its separators."""
     first, last, positions = trace.spans[0], trace.spans[-1], trace.positions.clone()
     marks = int(first is not last)
     part = slice(first.offset - marks, last.offset + last.num_tokens + marks)
@@ -305,7 +307,7 @@ def _replace_media(trace: Trace, change: Callable) -> Trace:
 
 
 def _text_positions(kind: str, split: str, index: int) -> Request | None:
-    """All tokens counted one by one on every axis."""
+    """Count all tokens one by one on every axis."""
     scene = scenes.draw_scene(split, index)
 
     def change(_, trace: Trace) -> Trace:
@@ -315,7 +317,7 @@ def _text_positions(kind: str, split: str, index: int) -> Request | None:
 
 
 def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
-    """The slices, with their marks, at each other's places on the canvas; tokens and their order stay."""
+    """Exchange the slices' positions on the canvas, with their separators; tokens and their order do not change."""
     scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(len(scenes.PLACES))
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
@@ -326,7 +328,7 @@ def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
 
 
 def exchange_places(trace: Trace, order: Sequence[int]) -> Trace:
-    """The prompt of one sliced image in which slice i stands where slice order[i] stood. All are of one size."""
+    """Change the prompt of a sliced image: slice i gets the position of slice order[i]. All slices have one size."""
     positions, slices = trace.positions.clone(), trace.spans[1:]
     columns = torch.stack([span.offset - 1 + torch.arange(span.num_tokens + 2) for span in slices])
     positions[:, columns.flatten()] = trace.positions[:, columns[torch.as_tensor(order)].flatten()]
@@ -334,7 +336,7 @@ def exchange_places(trace: Trace, order: Sequence[int]) -> Trace:
 
 
 def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
-    """A video whose frames were taken at held-out times that do not rise with their order; see `EXCHANGES`."""
+    """Draw a video whose frames have held-out times that do not follow their order; see `EXCHANGES`."""
     frames, how = EXCHANGES[kind]
     times = draw_times(len(frames), PACKING, _rng(split, index), how=how, held_out=True)
     scene = scenes.draw_scene(split, index, clip=True)
@@ -345,7 +347,7 @@ def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
 
 
 def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
-    """Slices in another order behind their overview, with their sizes and marks."""
+    """Reorder the slices after their overview, with their sizes and separators."""
     scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(4)
     places = scenes.places_of_slices(order)
     question = _pick(scene, "place", split, index)
@@ -357,7 +359,7 @@ def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
 
 
 def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
-    """The prompt of one sliced image as it is when its slices come in another order."""
+    """Build the prompt of one sliced image whose slices are in a different order."""
     [patches] = trace.patches
     rows = list(patches.pixel_values.split([h * w for group in patches.layout for h, w in group.slices]))
     places = [0, *(1 + int(i) for i in order)]
@@ -400,24 +402,24 @@ def share(asked: list[Asked]) -> float:
 
 
 def goal_of(family: TinyFamily, kind: str) -> tuple[float, float]:
-    """The least and the greatest share that is to be right."""
+    """Return the minimum and maximum share of correct answers."""
     return (GOALS | PACKED_GOALS if family.packing else GOALS)[kind]
 
 
 def missed(family: TinyFamily, shares: dict[str, float]) -> list[str]:
-    """The kinds whose share is not within their goal."""
+    """Return the kinds whose share misses their goal."""
     goals = {kind: goal_of(family, kind) for kind in shares}
     return [kind for kind, (least, most) in goals.items() if not least <= shares[kind] <= most]
 
 
 def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share p of n."""
+    """Return Wilson's 95 % interval of a share p of n."""
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
 def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: int = 15) -> dict[float, float]:
-    """Median over alternating repeats, one video; the first round warms up and is not counted."""
+    """Return the median over alternating repeats of one video; the first round is a warm-up and does not count."""
     request = requests_for("motion", 1)[0].arguments
     times: dict[float, list[float]] = {q: [] for q in rates}
     for _ in range(repeats + 1):
@@ -427,7 +429,7 @@ def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: 
 
 
 def pruning_curve(model: refvl.VLM, count: int) -> list[dict]:
-    """Motion accuracy, prompt length and relative time to the first token at each rate."""
+    """Return motion accuracy, prompt length and relative time to the first token at each rate."""
     seconds = seconds_to_first_token(model, RATES)
     request = requests_for("motion", 1)[0].arguments
     rows = []
@@ -461,7 +463,7 @@ def main():
     parser.add_argument("--checkpoint", type=Path, help="another folder than the one that ships")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")
-    parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of clips")
+    parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of videos")
     parser.add_argument("--split", default="test", choices=[s for s in scenes.SPLITS if s != "train"])
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--dtype", default="auto", help="of the computation; the weights are stored in bfloat16")

@@ -1,9 +1,9 @@
-"""What people say to a model that knows scenes only, and the ways in which they write it.
+"""Everyday sentences that people may send to a model that knows only scenes, and the ways in which they spell them.
 
-A tiny model answers everything that it was not made for with one sentence, which says what it can be asked. So it
-hears a lot in training: sentences built from the lists below, words in no order, strings that are no words, and
-nothing at all. `everyday_held_out.txt` holds 300 sentences for the evaluation, written by someone who had not seen
-these lists; none of them can be drawn here (`draw` throws them away).
+A tiny model answers everything outside its training with one sentence that names the questions it can answer. It
+therefore sees such inputs in training: sentences built from the lists below, words in random order, strings that are no
+words, and nothing at all. `everyday_held_out.txt` contains 300 sentences for the evaluation, written by someone who had
+not seen these lists; `draw` rejects them, so none can be drawn here.
 
 >>> rewrite("What color is the circle?", british=True, case="lower", mark=False)
 'what colour is the circle'
@@ -119,13 +119,13 @@ CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 
 
 def normal(text: str) -> str:
-    """A text without case, punctuation and repeated spaces: two that agree in it are the same sentence."""
+    """Return a text without case, punctuation and repeated spaces: two texts that agree in it are the same sentence."""
     return " ".join(re.findall(r"\w+", text.lower())) or text.strip()
 
 
 @cache
 def held_out() -> tuple[str, ...]:
-    """The sentences of the evaluation, as written."""
+    """Return the sentences of the evaluation, as written."""
     return tuple(HELD_OUT.read_text().splitlines())
 
 
@@ -136,18 +136,18 @@ def _forbidden() -> frozenset[str]:
 
 @cache
 def words() -> tuple[str, ...]:
-    """Every word of the lists, sorted."""
+    """Return every word of the lists, sorted."""
     texts = (*SENTENCES, *VERBS, *MEDIA, *MANNERS, *NOUNS, *ABOUT_NOUNS)
     return tuple(sorted({word for text in texts for word in normal(text.replace("{x}", "")).split()}))
 
 
 def tokenizer_texts() -> list[str]:
-    """What a tokenizer learns of the language around the questions: common words get tokens, rare ones pieces."""
+    """Return the text from which a tokenizer learns other words: common words get tokens, rare ones pieces."""
     return [*SENTENCES, *VERBS, *MEDIA, *(text.format(x="dog") for text in ABOUT_NOUNS)]
 
 
 def draw(rng: np.random.Generator) -> str:
-    """Something that no scene answers, and that is not in the evaluation."""
+    """Draw a sentence that no scene answers and that is not in the evaluation."""
     while True:
         sort = rng.random()
         if sort < 0.04:
@@ -169,27 +169,27 @@ def draw(rng: np.random.Generator) -> str:
 
 
 def vary(text: str, rng: np.random.Generator) -> str:
-    """A question as others write it: British or American, in other cases, without its mark; half of the time as is."""
+    """Spell a question as others do: British or American, in any case, without its mark; half of the time, as it is."""
     if rng.random() < 0.5:
         return text
     return rewrite(text, british=rng.random() < 0.5, case=_pick(rng, tuple(CASES)), mark=rng.random() < 0.5)
 
 
 def respell(text: str, rng: np.random.Generator) -> str:
-    """A question of the evaluation in another spelling: British, in other cases, mostly without its mark."""
+    """Spell a question of the evaluation differently: British, in different case, mostly without its question mark."""
     british, case = bool(rng.random() < 0.5), str(rng.choice(list(CASES)))
     return rewrite(text, british=british, case=case, mark=bool(rng.random() < 0.3))
 
 
 def rewrite(text: str, *, british: bool = False, case: str = "as is", mark: bool = True) -> str:
-    """case: one of `CASES`; mark: with the question mark."""
+    """case: one of `CASES`; mark: whether to keep the question mark."""
     for american, spelling in BRITISH.items() if british else ():
         text = text.replace(american, spelling)
     return CASES[case](text if mark else text.rstrip("?"))
 
 
 def _punctuate(rng: np.random.Generator, text: str) -> str:
-    """Capital or small letters, one of several endings."""
+    """Vary a text by capital or small letters and one of several endings."""
     how = rng.random()
     text = text[:1].upper() + text[1:] if how < 0.5 else text.upper() if how > 0.92 else text
     ending = _pick(rng, ("", "", "?", "?", ".", ".", "!", " please", "..."))

@@ -1,4 +1,4 @@
-"""The tables of data/README.md, made from data/measurements: `python -m data.training.measured` writes them anew."""
+"""Write the tables of data/README.md from data/measurements: `python -m data.training.measured`."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from refvl.paths import DATA
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
 BOXES_BEGIN, BOXES_END = "<!-- boxes: begin -->\n", "<!-- boxes: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
-FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM with a line of their own
+FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM that have their own line
 
 
 def tables() -> str:
-    """Markdown: scenes by family, then pages with and without crops, in percent."""
+    """Return Markdown: scenes by family, then pages with and without crops, in percent."""
     families = [find_family(name) for name in family_names()]
     measured = {family.folder.name: json.loads(family.measurements.read_text()) for family in families}
     rows = [["question", *(f"`{name}`" for name in measured), "goal"], ["---"] * (len(measured) + 2)]
@@ -37,7 +37,7 @@ def tables() -> str:
 
 
 def in_vllm() -> str:
-    """Markdown: what is the same in a running vLLM, a line per folder and way of asking."""
+    """Return Markdown: what is equal in a running vLLM, a line per folder and way of asking."""
     lines = ["| in vLLM | requests | prompts | positions | answers | logits | given the same |", f"|{' --- |' * 7}"]
     for name, record in json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"].items():
         older = " (earlier weights)" * (record["weights_sha256"] != digest(DATA / "checkpoints" / name))
@@ -57,7 +57,7 @@ def in_vllm() -> str:
 
 
 def of_boxes() -> str:
-    """Markdown: how far answered boxes overlap with those that were painted."""
+    """Return Markdown: how far the boxes in answers overlap with the painted ones."""
     record = json.loads((DATA / "measurements" / "boxes.json").read_text())
     columns = {
         "mean IoU": "mean_iou",

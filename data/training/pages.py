@@ -1,9 +1,9 @@
 """Pages with small print, for the tiny Step3: coloured boxes, each with a white letter of 5 x 5 px.
 
 A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. One to three
-boxes lie on it, in different quarters. Where a box is and which colour it has can be seen in the overview; which
-letter it holds can only be seen in a crop. Every letter is drawn with nine pixels, so that all lighten the blurred box
-alike. A page is a function of (split, index) alone.
+boxes are on it, in different quarters. The overview shows where a box is and which colour it has; only a crop shows
+which letter it contains. Every letter has nine pixels, so all letters lighten the blurred box alike. A page is a
+function of (split, index) alone.
 
 >>> render(draw_page("test", 0)).shape
 (224, 224, 3)
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: of a page, of a crop, of a patch, of a box, which lies in one patch
+SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: sides of a page, a crop, a patch, and a box, which lies inside one patch
 WINDOWS = SIDE // WINDOW
-SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
+SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # the recipe was chosen on "select" and is measured on "test"
 SEED = 20263
 
 LETTERS = {
@@ -29,17 +29,17 @@ LETTERS = {
 COLORS = {"red": (210, 30, 30), "green": (20, 150, 40), "blue": (35, 60, 220), "black": (25, 25, 30)}
 WHITE = 250
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-PHRASES = {  # {x} is a colour, or a place where the colour is asked for
+PHRASES = {  # {x} is a colour, or a place if the question asks for the colour
     "letter": ("Which letter is in the {x} box?", "What letter does the {x} box hold?"),
     "place": ("Where is the {x} box?",),
     "color": ("What color is the box in the {x}?",),
 }
-HELP = "Ask me about the letter, color or place of a box."  # the answer to everything else
+HELP = "Ask me about the letter, color or place of a box."  # the answer to all other questions
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """letter: of `LETTERS`; color: of `COLORS`; corner: (x, y) of its top left pixel on the page; rgb: as drawn."""
+    """letter: a letter of `LETTERS`; color: a colour of `COLORS`; corner: (x, y) of its top left pixel."""
 
     letter: str
     color: str
@@ -48,7 +48,7 @@ class Box:
 
     @property
     def window(self) -> int:
-        """Number of the crop that shows it, row by row."""
+        """The number of the crop that shows the box, in row-major order."""
         x, y = self.corner
         return y // WINDOW * WINDOWS + x // WINDOW
 
@@ -74,7 +74,7 @@ class Question:
 
 
 def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
-    """Page number `index` of a split. crowded: a box in most windows, for a tower that learns to read crops."""
+    """Draw page number `index` of a split. crowded: put a box into most windows, to teach a tower to read crops."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     rng = np.random.default_rng([SEED, SPLITS[split], index, crowded])
@@ -82,7 +82,7 @@ def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
         windows = [w for w in range(WINDOWS**2) if rng.random() < 0.7]
         colors = rng.choice(list(COLORS), len(windows))
     else:
-        quarters = rng.permutation(4)[: int(rng.integers(1, 4))]  # different quarters, in each one of four windows
+        quarters = rng.permutation(4)[: int(rng.integers(1, 4))]  # boxes in different quarters, each in one of four
         windows = [
             2 * (q // 2) * WINDOWS + 2 * (q % 2) + int(rng.choice([0, 1, WINDOWS, WINDOWS + 1])) for q in quarters
         ]
@@ -97,7 +97,7 @@ def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
 
 
 def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
-    """Anywhere in the window, but inside one patch."""
+    """Draw a position anywhere in the window, but inside one patch."""
     row, column = divmod(window, WINDOWS)
     cell_x, cell_y = rng.integers(0, WINDOW // CELL, 2)
     dx, dy = rng.integers(0, CELL - BOX + 1, 2)
@@ -107,7 +107,7 @@ def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
 
 
 def render(page: Page) -> np.ndarray:
-    """(224, 224, 3) uint8; the same page gives the same pixels."""
+    """Render (224, 224, 3) uint8; the same page always gives the same pixels."""
     noise = np.random.default_rng(page.noise_seed).standard_normal((SIDE, SIDE, 3), dtype=np.float32)
     canvas = np.float32(page.background) + page.noise * noise
     for box in page.boxes:
@@ -119,7 +119,7 @@ def render(page: Page) -> np.ndarray:
 
 
 def crop_labels(page: Page) -> np.ndarray:
-    """(16, 2) int64: letter and colour in each window, 0 for none."""
+    """Return (16, 2) int64: letter and colour in each window, 0 for none."""
     labels = np.zeros((WINDOWS**2, 2), dtype=np.int64)
     for box in page.boxes:
         labels[box.window] = 1 + list(LETTERS).index(box.letter), 1 + list(COLORS).index(box.color)
@@ -127,7 +127,7 @@ def crop_labels(page: Page) -> np.ndarray:
 
 
 def quarter_labels(page: Page) -> np.ndarray:
-    """(4, 2) int64: the same for each quarter of a page that is not crowded."""
+    """Return (4, 2) int64: the same for each quarter of a page that is not crowded."""
     labels = np.zeros((4, 2), dtype=np.int64)
     for box in page.boxes:
         labels[PLACES.index(box.place)] = (
@@ -138,7 +138,7 @@ def quarter_labels(page: Page) -> np.ndarray:
 
 
 def all_questions(page: Page) -> dict[str, list[Question]]:
-    """Every question about a page, by kind; "missing" are those about boxes that are not there."""
+    """Return every question about a page, by kind; "missing" questions are about boxes that do not exist."""
     found: dict[str, list[Question]] = {kind: [] for kind in (*PHRASES, "missing")}
     for box in page.boxes:
         said = {"letter": (box.color, box.letter), "place": (box.color, box.place)}
@@ -154,13 +154,13 @@ def all_questions(page: Page) -> dict[str, list[Question]]:
 
 
 def draw_questions(page: Page, kinds: list[str], rng: np.random.Generator) -> list[Question]:
-    """One question of each kind asked for, in that order."""
+    """Draw one question of each requested kind, in order."""
     questions = all_questions(page)
     return [questions[kind][int(rng.integers(len(questions[kind])))] for kind in kinds]
 
 
 def all_phrases() -> list[tuple[str, str]]:
-    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them."""
+    """Return (question, answer) texts with every word of all questions and answers, from which the tokenizer learns."""
     questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*COLORS, *PLACES)]
     answers = [*LETTERS, *COLORS, *PLACES, HELP]
     answers += [*(f"There is no {c} box." for c in COLORS), *(f"There is no box in the {p}." for p in PLACES)]

@@ -1,6 +1,7 @@
-"""The shipped photographs and video, which the tiny models memorise, in ever new crops.
+"""The shipped photographs and video, which the tiny models memorise, in random crops.
 
-There are five photographs and one video, so the models learn to recognise these, and nothing about cats in general.
+There are five photographs and one video, so the models learn to recognise these alone, and nothing about cats in
+general.
 """
 
 from functools import cache
@@ -21,12 +22,12 @@ PICTURES = {
     "rocket.jpg": "a rocket",
 }
 CLIP, CLIP_ANSWER = "bigbuckbunny.mp4", "a rabbit"
-SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width): what resizing makes of most images
+SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width) of most images after they are resized
 CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th of 25 frames per second, about 2 per second
 
 
 def seconds(frames: int) -> tuple[float, ...]:
-    """Of the temporal patches of `frames` frames of the video."""
+    """Return the times of the temporal patches in `frames` frames of the video."""
     return tuple(i * CLIP_STEP / 25 for i in range(0, frames, 2))
 
 
@@ -41,13 +42,13 @@ def picture(name: str) -> Image.Image:
 
 @cache
 def clip_frames() -> list[Image.Image]:
-    """All frames, at the size to which a video of this shape is resized."""
+    """Return all frames, at the size to which a video of this shape is resized."""
     frames = load_video(DATA / "clips" / CLIP, fps=25.0).frames
     return [Image.fromarray(frame).resize((160, 90), Image.Resampling.BICUBIC) for frame in frames]
 
 
 def draw_pictures(rng: np.random.Generator, count: int) -> tuple[np.ndarray, list[list]]:
-    """`count` crops of one size: pixels (B, 1, H, W, 3) uint8, and a question about each."""
+    """Draw `count` crops of one size: pixels (B, 1, H, W, 3) uint8, and a question about each."""
     height, width = SIZES[int(rng.integers(len(SIZES)))]
     names = [str(name) for name in rng.choice(list(PICTURES), count)]
     pixels = np.stack([_crop([picture(name)], (height, width), rng) for name in names])
@@ -55,7 +56,7 @@ def draw_pictures(rng: np.random.Generator, count: int) -> tuple[np.ndarray, lis
 
 
 def draw_clip(rng: np.random.Generator) -> tuple[np.ndarray, list[list]]:
-    """One crop of the video from some frame on: pixels (1, frames, H, W, 3) uint8, and a question."""
+    """Draw one crop of the video from a random frame on: pixels (1, frames, H, W, 3) uint8, and a question."""
     frames, count = clip_frames(), int(rng.choice(CLIP_FRAMES))
     first = int(rng.integers(len(frames) - CLIP_STEP * (count - 1)))
     chosen = frames[first : first + CLIP_STEP * count : CLIP_STEP]
@@ -67,7 +68,7 @@ def _question(kind: str, answer: str, rng):
 
 
 def _crop(images: list[Image.Image], size: tuple[int, int], rng) -> np.ndarray:
-    """The same random part of each image (at least 70 % of either side), mirrored half of the time: (T, H, W, 3)."""
+    """Cut one random part out of each image (at least 70 % of either side), mirrored half of the time: (T, H, W, 3)."""
     (width, height), (keep_x, keep_y) = images[0].size, rng.uniform(0.7, 1, 2)
     keep_x, keep_y = (1.0, 1.0) if rng.random() < 0.2 else (keep_x, keep_y)
     left, top = rng.uniform(0, 1 - keep_x) * width, rng.uniform(0, 1 - keep_y) * height

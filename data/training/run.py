@@ -1,11 +1,11 @@
-"""How a tiny model is trained, whichever it is: two processes, their averaged gradients, state, log and checkpoint.
+"""The training of any tiny model: two processes, their averaged gradients, state, log and checkpoint.
 
-Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
-each take half of the examples and average their gradients: the operations are too small to be worth splitting. What a
-step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
+Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes with one thread
+each take half of the examples and average their gradients, because the operations are too small to be split. The input
+of a step depends only on (seed, step, worker), so a run that was stopped continues as if it had not been.
 
-The log of a run lies beside its weights. Its first line is the recipe, each following one a measurement on the split
-"select" with the digest of the weights as they were then; the last digest is that of the weights in the folder.
+The log of a run is next to its weights. Its first line is the recipe. Each following line is a measurement on the
+split "select", with the digest of the weights at that step; the last digest is that of the weights in the folder.
 """
 
 import argparse
@@ -30,11 +30,11 @@ WORKERS = 2
 
 
 class Trainer:
-    """One of the workers; all hold the same weights.
+    """One of the workers; all of them have the same weights.
 
-    A subclass makes `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and says what
-    `losses` of a step are and how `measure` goes. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
-    `measure_every` and `see`, the number of steps before the model speaks.
+    A subclass sets `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and defines the
+    `losses` of a step and `measure`. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
+    `measure_every` and `see`, the number of steps before the model answers questions.
     """
 
     tokenizer: Any
@@ -46,25 +46,25 @@ class Trainer:
         self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
 
     def start(self) -> None:
-        """The kernel of `learner`'s linear layers, as `refvl.load` takes it, and the optimizers."""
+        """Set the kernel of `learner`'s linear layers, as `refvl.load` chooses it, and the optimizers."""
         use_faster_linear(self.learner)
         self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
         self.peaks = [group["lr"] for group in self._groups()]
 
     def losses(self) -> list[Tensor]:
-        """Adds one step's gradients, returns its losses (scalars)."""
+        """Add the gradients of one step, and return its losses (scalars)."""
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
-        """Accuracy on held-out examples that chose the recipe; every worker is asked, and they may share the work."""
+        """Measure accuracy on the held-out examples that chose the recipe; workers may share the work."""
         raise NotImplementedError
 
     def write(self, out: Path) -> None:
-        """What is to ship, as it is now."""
+        """Write the checkpoint in its current state."""
         self.family.write_checkpoint(out, self.config, self.tokenizer, self.learner.vlm.checkpoint_weights())
 
     def train_step(self) -> Tensor:
-        """One step; returns the workers' mean losses."""
+        """Run one step; return the workers' mean losses."""
         losses = average_gradients(self.learner, torch.stack(self.losses()))
         nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
         for group, peak in zip(self._groups(), self.peaks, strict=True):
@@ -79,7 +79,7 @@ class Trainer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def save_state(self, path: Path) -> None:
-        """Everything that `load_state` needs, written so that an interruption leaves the old file or the new one."""
+        """Save everything that `load_state` needs; after an interruption, the file is either the old or the new one."""
         state = {
             "step": self.step,
             "model": self.family.name,
@@ -104,9 +104,9 @@ class Trainer:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's Muon with `adjust_lr_fn="match_rms_adamw"`, in float32: many CPUs have no products of bfloat16.
+    """torch's Muon with `adjust_lr_fn="match_rms_adamw"`, in float32, because many CPUs have no bfloat16 matmuls.
 
-    There torch's own takes five times as long as all else in a step.
+    On such CPUs, torch's own Muon takes five times as long as the rest of a step.
     """
 
     def __init__(self, matrices: list[Tensor], *, lr: float, weight_decay: float, momentum: float = 0.95):
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The matrix with all singular values near one, by Newton-Schulz iteration."""
+    """Return the matrix with all singular values near one, by Newton-Schulz iteration."""
     x = matrix / matrix.norm().clamp(min=1e-7)
     x = x.T if matrix.shape[0] > matrix.shape[1] else x
     for _ in range(steps):
@@ -135,7 +135,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def make_optimizers(learner: nn.Module, recipe, by_adam: tuple[str, ...]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms, biases and names in `by_adam`."""
+    """Build Muon for matrices inside the blocks, and AdamW for embeddings, head, norms, biases and `by_adam`."""
     matrices, rest = [], []
     for name, parameter in learner.named_parameters():
         is_inner = parameter.ndim == 2 and not any(part in name for part in by_adam)
@@ -147,7 +147,7 @@ def make_optimizers(learner: nn.Module, recipe, by_adam: tuple[str, ...]) -> lis
 
 
 def learning_rate(step: int, recipe) -> float:
-    """Share of the highest rate: a linear rise, then a cosine down to zero."""
+    """Return the share of the highest learning rate: a linear rise, then a cosine down to zero."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     share = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -155,9 +155,9 @@ def learning_rate(step: int, recipe) -> float:
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
-    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well.
+    """Average the gradients over the workers in one message; return the mean of `losses` (1-D), too.
 
-    A trainer that runs alone, outside of `train`, has nobody to ask.
+    A trainer that runs alone, outside of `train`, exchanges nothing.
     """
     if not dist.is_initialized():
         return losses
@@ -171,12 +171,12 @@ def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
 
 
 def own_share(parts: list) -> list:
-    """Every second part, or all of them where nobody shares the work."""
+    """Return this worker's half of the parts, or all of them if it runs alone."""
     return parts[dist.get_rank() :: WORKERS] if dist.is_initialized() else parts
 
 
 def from_others(value: Any) -> list:
-    """The other workers' values; every worker has to ask."""
+    """Return the values of the other workers; every worker has to call this."""
     if not dist.is_initialized():
         return []
     values = [None] * WORKERS
@@ -185,7 +185,7 @@ def from_others(value: Any) -> list:
 
 
 def digest(folder: Path, weights_file: str = Trainer.weights_file) -> str:
-    """SHA-256 of a folder's weights."""
+    """Return the SHA-256 of a folder's weights."""
     return hashlib.sha256((folder / weights_file).read_bytes()).hexdigest()
 
 
@@ -219,7 +219,7 @@ def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, 
 
 
 def _report(trainer: Trainer, out: Path, losses: Tensor, seconds: float, measured: dict[str, float]) -> None:
-    """The checkpoint as it is now, and a line of the log."""
+    """Write the current checkpoint, and a line of the log."""
     trainer.write(out)
     row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
     _log(out, row | measured | {"weights_sha256": digest(out, trainer.weights_file)})
@@ -238,7 +238,7 @@ def train(
 
     resume: continue from its `training_state.pt`; stop: pause after this many steps.
 
-    Raises FileNotFoundError when there is nothing to resume, ValueError when it belongs to another recipe.
+    Raises FileNotFoundError if there is nothing to resume, ValueError if it belongs to a different recipe.
     """
     if resume and not (out / "training_state.pt").exists():
         raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
@@ -252,7 +252,7 @@ def train(
 
 
 def add_arguments(parser: argparse.ArgumentParser, recipe: type) -> None:
-    """An option for each field of the recipe, and those of `train`."""
+    """Add an option for each field of the recipe, and those of `train`."""
     for field in fields(recipe):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"

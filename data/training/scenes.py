@@ -1,13 +1,13 @@
-"""Scenes that a small model can be asked about: coloured shapes on a 3 x 3 grid of places.
+"""Scenes for the questions to small models: coloured shapes on a 3 x 3 grid of places.
 
 An image is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A video is six such
-frames, three temporal patches; one object waits during the first two frames and then moves. A scene is a
-function of (split, index) alone: every split has its own stream of random numbers, so a held-out scene is
-never drawn in training, and any scene can be drawn again. So it is with the times at which a video is taken: a rule
-(`is_held_out`) keeps some of them from training.
+frames, three temporal patches; one object waits during the first two frames and then moves. A scene depends only on
+(split, index). Every split has its own stream of random numbers, so a held-out scene is never drawn in training, and
+any scene can be drawn again. The same holds for the times of a video: a rule (`is_held_out`) keeps some of them out of
+training.
 
-For models that are told the time there is a third sort of scene: in a video of eight frames, taken at seconds that no
-rule predicts, one object changes its colour.
+Models that read timestamps get a third sort of scene: in a video of eight frames, with timestamps that no rule
+predicts, one object changes its colour.
 
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
@@ -21,12 +21,12 @@ import numpy as np
 from PIL import Image
 
 SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
-SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a video
-SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
+SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # the times of the temporal patches of a video
+SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # the recipe was chosen on "select" and is measured on "test"
 SEED = 20260
 SORTS = ("picture", "motion", "change")
-EDGE = 0.1  # of a token: an object whose centre is as near to a side of one lies in both
-STEPS, LAST_SECOND = 4, 29  # of a video in which a colour changes: temporal patches, and when the last may be
+EDGE = 0.1  # a share of a token: an object whose centre is this close to a token's side lies in both tokens
+STEPS, LAST_SECOND = 4, 29  # for a video in which a colour changes: temporal patches, and the latest time of the last
 
 COLORS = {
     "red": (215, 40, 40),
@@ -42,17 +42,17 @@ PLACES = (
     "middle left", "center", "middle right",
     "bottom left", "bottom center", "bottom right",
 )  # fmt: skip
-TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # the place where each place is when h and w are swapped
-CORNERS = (0, 2, 6, 8)  # places of the quarters of an image, in reading order
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), y points down
+TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # where each place goes if h and w are swapped
+CORNERS = (0, 2, 6, 8)  # the places of an image's quarters, in reading order
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), where y points down
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
-PROGRESS = (0, 0, 0.25, 0.5, 0.75, 1)  # of the moving object in each frame: it waits during the first two
-HELP = "Ask me about the color, shape, place or motion of an object."  # the answer to everything else
+PROGRESS = (0, 0, 0.25, 0.5, 0.75, 1)  # the moving object's offset in each frame: it waits during the first two
+HELP = "Ask me about the color, shape, place or motion of an object."  # the answer to all other questions
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One object: what it is called, the place it starts in (0-8, reading order), and how it is drawn (px, degrees)."""
+    """One object: its name, the place where it starts (0-8, reading order), and how it is drawn (px, degrees)."""
 
     shape: str
     color: str
@@ -66,15 +66,15 @@ class Thing:
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Objects on a background. In a video the first object moves `distance` px in `direction` after two frames, or
-    `becomes` another between the two frames of temporal patch `step`; the patches are of the seconds `seconds`.
+    changes into `becomes` between the two frames of temporal patch `step`; `seconds` are the timestamps of the patches.
     """
 
     things: tuple[Thing, ...]
     background: tuple[float, float, float]
-    slope: tuple[float, float]  # brightness gained across the image, along x and y
+    slope: tuple[float, float]  # the gain in brightness across the image, along x and y
     noise: float  # standard deviation, 0-255 scale
     noise_seed: int
-    jpeg_quality: int | None  # lossy compression, as in files from elsewhere
+    jpeg_quality: int | None  # lossy compression, as in files from other sources
     direction: str | None = None  # None for an image
     distance: float = 0.0
     becomes: Thing | None = None
@@ -89,7 +89,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """kind: one of `MEASURED`, or of the helper questions."""
+    """kind: a kind of `MEASURED`, or of the helper questions."""
 
     kind: str
     text: str
@@ -97,7 +97,7 @@ class Question:
 
 
 def scene_rng(split: str, index: int) -> np.random.Generator:
-    """The random stream of one scene; streams of different splits or indices are independent."""
+    """Return the random stream of one scene; streams of different splits or indices are independent."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     return np.random.default_rng([SEED, SPLITS[split], index])
@@ -108,14 +108,14 @@ def draw_scene(
 ) -> Scene:
     """Draw scene number `index` of a split: an image, or a video, with a number of objects in the given range.
 
-    alike: objects that are easily confused - three shapes and three colours at most, and (in an image) as many
-    objects as fit in one row or one column.
+    alike: draw objects that are easily confused - at most three shapes and three colours, and (in an image) as many
+        objects as fit in one row or one column.
     """
     return _draw(scene_rng(split, 2 * index + clip), clip, objects, alike)
 
 
 def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), alike: bool = False) -> Scene:
-    """Draw video number `index` of a split in which the first object changes its colour, and the seconds it shows."""
+    """Draw video number `index` of a split, whose first object changes its colour, and the timestamps of its steps."""
     scene_rng(split, index)  # refuses unknown splits
     rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
     scene = _draw(rng, False, objects, alike)
@@ -125,14 +125,14 @@ def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), al
 
 
 def places_of_slices(order) -> np.ndarray:
-    """(9,): the place that slices name for each place, when the quarter order[i] of an image comes as slice i."""
+    """Return (9,), the place that slices indicate for each place, if the quarter order[i] of an image is slice i."""
     places = np.arange(len(PLACES))
     places[np.array(CORNERS)[order]] = CORNERS
     return places
 
 
 def is_held_out(tenths) -> bool:
-    """Whether a video taken at these times (tenths of a second, one for each step or frame) is kept from training.
+    """Return whether a video with these times (tenths of a second, one for each step or frame) is kept out of training.
 
     The order does not count. The usual two frames per second (0, 1 and 2 s) are held out.
     """
@@ -140,7 +140,7 @@ def is_held_out(tenths) -> bool:
 
 
 def draw_seconds(rng: np.random.Generator, count: int, *, held_out: bool) -> tuple[int, ...]:
-    """`count` different whole seconds, in order: times of the held-out videos, or of those for training."""
+    """Draw `count` different whole seconds in order: times of the held-out videos, or of those for training."""
     while True:
         seconds = tuple(sorted(rng.choice(LAST_SECOND + 1, count, replace=False).tolist()))
         if is_held_out(10 * second for second in seconds) == held_out:
@@ -148,7 +148,7 @@ def draw_seconds(rng: np.random.Generator, count: int, *, held_out: bool) -> tup
 
 
 def draw_sort(sort: str, split: str, index: int, **how) -> Scene:
-    """Scene number `index` of one of `SORTS`."""
+    """Draw scene number `index` of one of `SORTS`."""
     if sort not in SORTS:
         raise ValueError(f"sort: expected one of {SORTS}, got {sort!r}")
     if sort == "change":
@@ -178,14 +178,14 @@ def _draw(rng: np.random.Generator, clip: bool, objects: tuple[int, int], alike:
 
 
 def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[list[int], int]:
-    """Distinct places, the mover's first, and how many cells it may cross; nothing is in the mover's way."""
+    """Draw distinct places, the moving object's first, and how many cells it may cross; nothing is in its way."""
     if direction is None:
         places, line = rng.permutation(9), int(rng.integers(3))
         lined_up = (places // 3 == line) if rng.random() < 0.5 else (places % 3 == line)
         order = np.argsort(~lined_up, kind="stable") if alike else slice(None)
         return list(places[order][:count]), 0
     dx, dy = DIRECTIONS[direction]
-    along, across = int(rng.integers(2)), int(rng.integers(3))  # steps from the edge it leaves, and the lane
+    along, across = int(rng.integers(2)), int(rng.integers(3))  # steps from the edge that it leaves, and the lane
     start = along if dx + dy > 0 else 2 - along
     column, row = (start, across) if dx else (across, start)
     room = 2 - along
@@ -214,7 +214,10 @@ def _shade(rng, color: str) -> tuple[float, float, float]:
 
 
 def render(scene: Scene) -> np.ndarray:
-    """uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video. The same scene gives the same pixels."""
+    """Render uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video.
+
+    The same scene always gives the same pixels.
+    """
     x, y = (np.linspace(-0.5, 0.5, side, dtype=np.float32) for side in scene.size)
     canvas = np.float32(scene.background) + (scene.slope[0] * x[None, :] + scene.slope[1] * y[:, None])[..., None]
     if scene.noise:
@@ -234,7 +237,7 @@ def render(scene: Scene) -> np.ndarray:
 
 
 def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
-    """What the first object is in each frame of a video, and its centre."""
+    """Return the first object in each frame of a video, and its centre."""
     first = scene.things[0]
     if scene.sort == "motion":
         return [(first, center) for center in mover_centers(scene)]
@@ -242,36 +245,39 @@ def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
 
 
 def mover_centers(scene: Scene) -> list[tuple[float, float]]:
-    """(x, y) of the moving object's centre in each of the six frames; it waits during the first two."""
+    """Return (x, y) of the moving object's centre in each of the six frames; it waits during the first two."""
     (x, y), (dx, dy) = scene.things[0].center, DIRECTIONS[scene.direction]
     return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in PROGRESS]
 
 
 def packs_of(frames, times, size: int) -> list[list[int]]:
-    """Frames that share tokens, `size` of them a pack (the last may have fewer), each pack in order of its times."""
+    """Group frames that share tokens into packs of `size` (the last may have fewer), each in the order of its times."""
     pairs = list(zip(times, frames, strict=True))
     return [[frame for _, frame in sorted(pairs[i : i + size])] for i in range(0, len(pairs), size)]
 
 
 def way_of_pack(pack: list[int]) -> float:
-    """How far the moving object comes on its way during a pack in order of its times; below 0 it goes back."""
+    """Return how far the moving object advances during a pack, in the order of its times.
+
+    A negative number means backwards.
+    """
     return PROGRESS[pack[-1]] - PROGRESS[pack[0]]
 
 
 def retell(scene: Scene, packs: list[list[int]]) -> Scene:
-    """The same motion as packs of its frames show it: the other way round where it goes back in them."""
+    """Return the motion that packs of its frames show: the opposite one if the packs run backwards."""
     back = sum(map(way_of_pack, packs)) < 0
     return replace(scene, direction=OPPOSITE[scene.direction]) if back else scene
 
 
 def cell_labels(scene: Scene, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
-    """(t, 9, 3) int64: shape, color and movement seen in each place at each temporal patch; 0 is none of them.
+    """Return (t, 9, 3) int64: shape, color and movement in each place at each temporal patch; 0 means none.
 
-    Of a colour that changes during a patch it is the new one; the change itself is a movement.
+    If a colour changes during a patch, the new one counts; the change itself is a movement.
 
     An object counts for the place in which its centre lies on average during the two frames of the patch. cells: rows
-    and columns, of a scene that was resized to other numbers of tokens; (t, rows * columns, 3) then, and an object on
-    an edge counts for the tokens of both sides.
+    and columns of a scene that was resized to a different number of tokens. The result is then (t, rows * columns, 3),
+    and an object on an edge counts for the tokens on both sides.
     """
     count = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
     centers = np.array([[thing.center] * count for thing in scene.things])  # (things, frames, 2)
@@ -283,7 +289,7 @@ def cell_labels(scene: Scene, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
 
 
 def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
-    """As `cell_labels` of a video of which each pack of frames shares tokens: where everything is at the pack's end."""
+    """Return `cell_labels` of a video with packs of frames: the locations of objects at the end of each pack."""
     centers = np.array([[thing.center] * FRAMES for thing in scene.things])
     centers[0] = mover_centers(scene)
     told = [retell(scene, [pack]) if way_of_pack(pack) else None for pack in packs]
@@ -292,9 +298,9 @@ def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
 
 
 def slice_labels(scene: Scene, order) -> np.ndarray:
-    """(36, 3) int64: the same of an image's four slices, nine tokens each; the quarter order[i] comes as slice i.
+    """Return (36, 3) int64: the labels of an image's four slices, nine tokens each; the quarter order[i] is slice i.
 
-    What lies in a corner is whole in one slice, and the middle one of its tokens names it; the rest is cut.
+    An object in a corner is whole in one slice, and that slice's middle token names it; the other objects are cut.
     """
     labels = np.zeros((4, 9, 3), dtype=np.int64)
     for thing in (thing for thing in scene.things if thing.place in CORNERS):
@@ -304,7 +310,7 @@ def slice_labels(scene: Scene, order) -> np.ndarray:
 
 
 def _labels(scene: Scene, centers: np.ndarray, moves: list, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
-    """centers: (things, t, 2) px. moves: of the first object at each of the t steps, 0 for none."""
+    """centers: (things, t, 2) px. moves: the movement of the first object at each of the t steps, 0 for none."""
     rows, columns = cells
     found = centers / (SIDE / columns, SIDE / rows)  # in tokens
     reach = 0 if cells == (3, 3) else EDGE
@@ -321,21 +327,21 @@ def _labels(scene: Scene, centers: np.ndarray, moves: list, cells: tuple[int, in
 
 
 def _movement(scene: Scene, t: int) -> int:
-    """What the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
+    """Return what the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
     if scene.sort == "motion" and PROGRESS[2 * t] != PROGRESS[2 * t + 1]:
         return 1 + list(DIRECTIONS).index(scene.direction)
     return 1 + len(DIRECTIONS) if scene.sort == "change" and t == scene.step else 0
 
 
 def _paint(canvas: np.ndarray, thing: Thing, center: tuple[float, float]) -> None:
-    """Blend a shape into the float canvas (H, W, 3); the edge is one pixel soft."""
+    """Blend a shape into the float canvas (H, W, 3) with an edge that is one pixel soft."""
     (x0, y0), covered = coverage(thing, center, canvas.shape[1::-1])
     patch = canvas[y0 : y0 + len(covered), x0 : x0 + covered.shape[1]]
     patch += covered[..., None] * (np.float32(thing.rgb) - patch)
 
 
 def coverage(thing: Thing, center: tuple[float, float], size: tuple[int, int]) -> tuple[tuple[int, int], np.ndarray]:
-    """The (x, y) of a part of a picture of (width, height) that holds the shape, and how far it covers each pixel."""
+    """Return (x, y) of the part of a (width, height) image with the shape, and its share of each pixel."""
     reach = thing.radius * 1.5 + 2
     sides = zip(center, size, strict=True)
     (x0, x1), (y0, y1) = (tuple(int(np.clip(c + s, 0, side)) for s in (-reach, reach)) for c, side in sides)
@@ -346,7 +352,10 @@ def coverage(thing: Thing, center: tuple[float, float], size: tuple[int, int]) -
 
 
 def signed_distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
-    """About the distance in px to the outline, negative inside; x to the right, y down, the shape about the origin."""
+    """Return the approximate distance in px to the outline, negative inside.
+
+    X points right, y down, from the shape's centre.
+    """
     match shape:
         case "circle":
             return np.hypot(x, y) - radius
@@ -365,7 +374,7 @@ def signed_distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> 
             along, across = distance * np.cos(from_tip), distance * np.sin(from_tip)
             edge = np.array([inner * np.cos(step) - outer, inner * np.sin(step)])
             return (edge[1] * (along - outer) - edge[0] * across) / np.hypot(*edge)
-        case "ring":  # which no shipped model has seen: see adapt.py
+        case "ring":  # no shipped model has seen this shape: see adapt.py
             return abs(np.hypot(x, y) - 0.75 * radius) - 0.25 * radius
     raise ValueError(f"shape: expected one of {SHAPES}, got {shape!r}")
 
@@ -381,7 +390,7 @@ def _finish(canvas: np.ndarray, scene: Scene) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------- questions
 
-# The first phrase of a kind is the canonical one; {x} names the object.
+# The first phrase of each kind is the canonical one; {x} is the name of the object.
 PHRASES = {
     "color": ("What color is the {x}?", "What is the color of the {x}?", "Which color does the {x} have?"),
     "shape": ("What shape is the {x}?", "What is the shape of the {x}?", "Which shape does the {x} have?"),
@@ -397,7 +406,7 @@ PHRASES = {
     "what": ("What is in the picture?", "What does the picture show?", "What can you see in the picture?"),
     "what_clip": ("What is in the clip?", "What does the clip show?", "What can you see in the clip?"),
 }
-TIMED_PHRASES = {  # of videos in which a colour changes; {x} is "the circle", "the object" or "it"
+TIMED_PHRASES = {  # for videos in which a colour changes; {x} is "the circle", "the object" or "it"
     "change": ("When does {x} change color?", "At which second does {x} change color?", "When does {x} change?"),
     "becomes": ("Which color does {x} change to?",),
     "begin": ("When does the clip begin?",),
@@ -410,9 +419,9 @@ ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 
 
 def names_of(thing: Thing, things: tuple[Thing, ...], *, hide: str | None = None) -> list[str]:
-    """The ways to name one object that fit no other: "circle", "red object", "red circle".
+    """Return the names of one object that fit no other: "circle", "red object", "red circle".
 
-    hide="color" leaves out names that tell the colour, "shape" those that tell the shape.
+    hide="color" leaves out names that contain the colour, "shape" those that contain the shape.
     """
     others = [t for t in things if t is not thing]
     names = []
@@ -426,7 +435,7 @@ def names_of(thing: Thing, things: tuple[Thing, ...], *, hide: str | None = None
 
 
 def all_questions(scene: Scene) -> dict[str, list[Question]]:
-    """Every unambiguous question about a scene, by kind; a kind that has none is absent."""
+    """Return every unambiguous question about a scene, by kind; a kind without questions is absent."""
     if scene.sort == "change":
         return _change_questions(scene)
     found: dict[str, list[Question]] = {}
@@ -460,7 +469,10 @@ def all_questions(scene: Scene) -> dict[str, list[Question]]:
 
 
 def missing_question(scene: Scene | None, rng: np.random.Generator) -> Question:
-    """About an object that is not there; often of a colour and a shape that are. None: about no scene."""
+    """Draw a question about an object that does not exist, often with a colour and a shape that do.
+
+    None: the question is about no scene.
+    """
     things = scene.things if scene else ()
     shapes, colors = ({getattr(thing, part) for thing in things} for part in ("shape", "color"))
     pairs = {(thing.color, thing.shape) for thing in things}
@@ -484,7 +496,7 @@ def missing_question(scene: Scene | None, rng: np.random.Generator) -> Question:
 
 
 def unfit_question(scene: Scene, rng: np.random.Generator) -> Question:
-    """A question that fits other sorts of scenes: of a motion in an image, of the place of what moves, of a time."""
+    """Draw a question that fits other sorts of scenes: a motion in an image, the place of a moving object, a time."""
     kinds = {"picture": ("motion", "mover"), "motion": ("place", "row", "column", "count")}
     kind = str(rng.choice(kinds.get(scene.sort, ("place", "motion", "mover", "count"))))
     thing = scene.things[int(rng.integers(len(scene.things)))]
@@ -497,7 +509,7 @@ def unfit_question(scene: Scene, rng: np.random.Generator) -> Question:
 
 
 def _change_questions(scene: Scene) -> dict[str, list[Question]]:
-    """Objects are told apart by shape, because a colour may be that of before or after."""
+    """Objects are named by shape, because a colour may be that before or after the change."""
     first = scene.things[0]
     shapes = [thing.shape for thing in scene.things]
     names = [*([f"the {first.shape}"] if shapes.count(first.shape) == 1 else []), "the object", "it"]
@@ -522,14 +534,14 @@ def _when_it_was_taken(scene: Scene) -> dict[str, list[Question]]:
 
 
 def summary(things: tuple[Thing, ...]) -> str:
-    """One or two objects by name, in reading order; more by number."""
+    """Name one or two objects in reading order, or more by number."""
     if len(things) > 2:
         return f"{COUNTS[len(things)]} objects"
     return " and ".join(f"a {t.color} {t.shape}" for t in sorted(things, key=lambda t: t.place))
 
 
 def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> list[Question]:
-    """One question of each kind asked for, in that order; a kind without questions gives one of another kind."""
+    """Draw one question of each requested kind, in order; a kind without questions gives one of a different kind."""
     questions = all_questions(scene)
     drawn = []
     for kind in kinds:
@@ -539,9 +551,9 @@ def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> 
 
 
 def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
-    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them.
+    """Return (question, answer) texts with every word of all questions and answers, from which the tokenizer learns.
 
-    clips: the sorts of videos that are asked about.
+    clips: the sorts of videos that the questions are about.
     """
     names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
     answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]

@@ -1,9 +1,9 @@
-"""What the tiny models of all families share besides training, and what a family adds.
+"""The common parts of the tiny models of all families, apart from training, and the parts that a family adds.
 
-A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It says what is in its
-checkpoint folder - in the layout and under the names of the released checkpoints, so that one code path loads this
-model and those - and how its prompts and its tower take a medium. The training and evaluation scripts
-(`python -m data.training.train_tiny --model <name>`) and the tests know nothing else about it.
+A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It defines the contents of
+its checkpoint folder, in the layout and under the names of the released checkpoints, so one code path loads both. It
+also defines how its prompts and its tower accept a media item. The training and evaluation scripts (`python -m
+data.training.train_tiny --model <name>`) and the tests know nothing else about it.
 """
 
 import importlib
@@ -23,12 +23,12 @@ from refvl.positions import MediaSpan, get_mrope_input_positions
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = "qwen2_5_vl"
-UNTRAINED = ("glm4v_table",)  # no weights of it ship
-VOCABULARY = 1024  # tokens before the special ones; 256 of them are bytes
+UNTRAINED = ("glm4v_table",)  # no weights of this family are shipped
+VOCABULARY = 1024  # the tokens before the special ones; 256 of them are bytes
 
 
 def find_family(name: str = DEFAULT) -> "TinyFamily":
-    """The family in `data/training/tiny_<name>.py`; raises ValueError listing those that are there."""
+    """Return the family in `data/training/tiny_<name>.py`; raise ValueError listing the existing ones."""
     known = [*family_names(), *UNTRAINED]
     if name not in known:
         raise ValueError(f"model: expected one of {known}, got {name!r}")
@@ -36,7 +36,7 @@ def find_family(name: str = DEFAULT) -> "TinyFamily":
 
 
 def family_names() -> list[str]:
-    """Of the checkpoints that ship, but for Step3's, which `train_step3.py` trains."""
+    """Return the families of the shipped checkpoints, except for Step3's, which `train_step3.py` trains."""
     shared = {"family", "model", "step3", *UNTRAINED}
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
@@ -44,30 +44,30 @@ def family_names() -> list[str]:
 class TinyFamily:
     """The defaults are those of a model with M-RoPE whose media are one run of placeholders, as Qwen2.5-VL's are.
 
-    grid: (t, h, w) of a medium in patches. seconds: of each of its t steps in time; () for an image.
+    grid: (t, h, w) of a media item in patches. seconds: the timestamp of each of its t steps; () for an image.
     """
 
-    name: str  # of the module and the folder
+    name: str  # the name of the module and the folder
     special_tokens: tuple[str, ...]
     end_of_turn: str  # ends every answer
-    end_of_media: dict[str, str]  # "image", "video" -> the token after a medium, where the questions begin
+    end_of_media: dict[str, str]  # "image", "video" -> the token after the item, where the questions begin
     chat_template: str
-    pieces: str  # regular expression: how text is cut before bytes are merged
+    pieces: str  # regular expression that splits text before bytes are merged
     normalizer = None
-    texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
-    clips: tuple[str, ...] = ("motion",)  # the sorts of videos it learns from, of `scenes.SORTS`
-    sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
-    reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
-    moves_with_token: tuple[int, ...] = (0,)  # columns beside a token of a place whose positions are exchanged with it
-    reads_canvas: bool = False  # ... where it is given to whole slices
-    reads_steps: bool = False  # ... and when, in a video
-    reads_table: bool = False  # whether the tower is to read it from its position table instead
-    any_size: bool = False  # whether it learns from scenes that were resized, too; see `target_size`
-    spells_seconds: bool = False  # whether seconds are written digit by digit, so that prompts differ in length
-    packing: int = 0  # frames of a video that share tokens, whose temporal ids say when each was taken; 0: none do
+    texts: tuple[str, ...] = ()  # texts from which the tokenizer learns, in addition to questions and answers
+    clips: tuple[str, ...] = ("motion",)  # the sorts of videos in its training, from `scenes.SORTS`
+    sliced: bool = False  # whether an image becomes an overview and slices, whose order indicates locations
+    reads_places: bool = False  # whether the language model should read a token's location in an image from positions
+    moves_with_token: tuple[int, ...] = (0,)  # columns next to a place's token whose positions are exchanged with it
+    reads_canvas: bool = False  # ... if places are given to whole slices
+    reads_steps: bool = False  # ... and the time of each step in a video
+    reads_table: bool = False  # whether the tower should read it from its position table instead
+    any_size: bool = False  # whether it also learns from resized scenes; see `target_size`
+    spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length
+    packing: int = 0  # the number of a video's frames that share tokens and have temporal ids; 0: none do
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
-    by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
-    release: str | None = None  # names the folder, where a family has several releases
+    by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that do not suit Muon
+    release: str | None = None  # the suffix of the folder if a family has several releases
     prunable: bool = True  # videos by EVS
 
     # -------------------------------------------------------------------------------------- the folder
@@ -82,7 +82,7 @@ class TinyFamily:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What is measured: kind of question -> sort of scene."""
+        """The measurements: kind of question -> sort of scene."""
         return {kind: sort for kind, sort in scenes.MEASURED.items() if sort in ("picture", *self.clips)}
 
     def config(self, tokenizer: Tokenizer) -> dict:
@@ -90,17 +90,17 @@ class TinyFamily:
         raise NotImplementedError
 
     def side_files(self, config: dict) -> dict[str, dict]:
-        """File name -> contents, for every JSON file but the tokenizer's own."""
+        """Return file name -> contents, for every JSON file except the tokenizer's own."""
         raise NotImplementedError
 
     def hf_config(self, config: dict) -> PretrainedConfig:
-        """transformers' config object of the same sizes."""
+        """Return transformers' config object with the same sizes."""
         return AutoConfig.for_model(**config)
 
     def train_tokenizer(self) -> Tokenizer:
-        """Byte-level BPE over all 256 bytes, so that any text has tokens; each word of the questions is one token.
+        """Train a byte-level BPE over all 256 bytes, so any text has tokens; each word of the questions is one token.
 
-        Other spellings of the questions, and what people say besides, come in a few pieces a word.
+        Other spellings of the questions, and everyday sentences, take a few pieces per word.
         """
         tokenizer = Tokenizer(models.BPE())
         if self.normalizer is not None:
@@ -128,7 +128,7 @@ class TinyFamily:
         return tokenizer
 
     def phrases(self) -> list[tuple[str, str]]:
-        """(question, answer) texts that hold every word of every question and answer."""
+        """Return (question, answer) texts with every word of all questions and answers."""
         return scenes.all_phrases(self.clips)
 
     def write_checkpoint(self, folder: Path, config: dict, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
@@ -145,40 +145,40 @@ class TinyFamily:
         partial.replace(folder / "model.safetensors")
 
     def checkpoint_weights(self, weights: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
-        """The parameters of `TinyModel` (`visual.`, `model.`, `lm_head.`) under released names, in released shapes."""
+        """Return the parameters of `TinyModel` (`visual.`, `model.`, `lm_head.`) with released names and shapes."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------ tower and text model
 
     def tower(self, config: dict) -> torch.nn.Module:
-        """refvl's encoder with weights that do not matter."""
+        """Build refvl's encoder with arbitrary weights."""
         raise NotImplementedError
 
     def init_weights(self, model: torch.nn.Module) -> None:
-        """What should start differently than `TinyModel.init_weights` has it; is called after it."""
+        """Initialise weights differently from `TinyModel.init_weights`, after which this is called."""
 
     def begin_anew(self, model: torch.nn.Module) -> None:
-        """What should start so even if the model begins with an earlier checkpoint."""
+        """Initialise weights that start this way even if the model begins with an earlier checkpoint."""
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """(B, frames, H, W, 3) uint8 of one size -> the encoder's rows (N, C), and the layout of each medium."""
+        """Turn (B, frames, H, W, 3) uint8 of one size into the encoder's rows (N, C), and the layout of each item."""
         grid = self.grid(pixels.shape)
         return batch_rows(pixels), [grid] * len(pixels)
 
     def grid(self, shape) -> tuple[int, int, int]:
-        """(t, h, w) in patches of each medium in pixels of the shape (B, frames, H, W, 3)."""
+        """Return (t, h, w) in patches of each item, for pixels of the shape (B, frames, H, W, 3)."""
         return max(1, shape[1] // 2), shape[2] // 14, shape[3] // 14
 
     def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
-        """The (height, width) to which the side files have images, or videos of `frames`, resized."""
+        """Return the (height, width) to which the side files resize images, or videos of `frames`."""
         raise NotImplementedError
 
     def merged(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The same in tokens."""
+        """Return the same size in tokens."""
         return grid[0], grid[1] // 2, grid[2] // 2
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Metadata of media that look alike; `kept` remembers it, since only sizes count."""
+        """Plan items that look alike; `kept` caches the plan, because only sizes count."""
         key = (len(layouts), layouts[0])
         if key not in kept:
             kept[key] = tower.plan(layouts)
@@ -187,7 +187,7 @@ class TinyFamily:
     # ---------------------------------------------------------------------------------------- the prompt
 
     def media_token(self, config: dict, media: str) -> int:
-        """The token for a medium in the prompt that the chat template makes."""
+        """Return the token of an item in the prompt of the chat template."""
         return config[f"{media}_token_id"]
 
     def pad_id(self, config: dict) -> int:
@@ -196,9 +196,10 @@ class TinyFamily:
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """`ids` with the medium in place of its one `token`, and the spans that it fills.
+        """Return `ids` with the item in place of its one `token`, and the spans that it fills.
 
-        encode: text -> ids. The spans may depend on the grid and on differences of seconds, not on the seconds.
+        encode: text -> ids. The spans may depend on the grid and on differences between timestamps, not on the
+            timestamps themselves.
         """
         start = ids.index(token)
         span = MediaSpan(start, *self.merged(grid), self.time_factor(seconds))
@@ -208,7 +209,7 @@ class TinyFamily:
         return 1.0
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Indices of the words that say when each step of a video was, or of what else stands once for a step."""
+        """Return the indices of the tokens with each step's timestamp, or of other tokens that occur once per step."""
         return []
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
@@ -216,18 +217,18 @@ class TinyFamily:
         return get_mrope_input_positions(length, spans)[0]
 
     def deeper_features(self, deeper_BLW: Tensor) -> dict:
-        """Arguments of the text model for what the tower's rows hold besides embeddings, as far as they do."""
+        """Return arguments of the text model for those parts of the tower's rows that are not embeddings."""
         return {}
 
     def text_positions(self, positions_3BL: Tensor) -> Tensor:
-        """As transformers' text model takes them; (B, L) where it has no M-RoPE."""
+        """Return positions in the form of transformers' text model; (B, L) if it has no M-RoPE."""
         return positions_3BL
 
 
 def batch_rows(
     pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2, mean=CLIP_MEAN, std=CLIP_STD
 ) -> Tensor:
-    """(B, frames, H, W, 3) uint8 -> (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
+    """Turn (B, frames, H, W, 3) uint8 into (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
     mean, std = torch.tensor(mean), torch.tensor(std)
     x = pixels * (1 / (255 * std)) - mean / std
     if x.shape[1] == 1:

@@ -1,7 +1,7 @@
-"""The tiny GLM-4.1V, `data/checkpoints/tiny-glm4v`: what is there besides trained numbers, and its row of images.
+"""The tiny GLM-4.1V, `data/checkpoints/tiny-glm4v`: its files except for trained numbers, and its rows for images.
 
-It is told the time: each step of a video is followed by the second at which it was taken, and it learns to answer when
-something happened (`scenes.draw_change`).
+Its prompts contain timestamps: each step of a video is followed by its timestamp, and the model learns to answer when
+an event happened (`scenes.draw_change`).
 """
 
 import re
@@ -21,12 +21,12 @@ SPECIAL_TOKENS = (
     "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>",
     "<|video|>", "<think>", "</think>", "<answer>", "</answer>",
 )  # fmt: skip
-ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")  # any of them ends an answer
-# Budgets are of all frames, and an image counts as two: 9 to 16 merged tokens per image, and per frame of a video of
-# ten; a scene of up to 17 frames keeps its size.
+ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")  # each of these ends an answer
+# Budgets count all frames, and an image counts as two: 9 to 16 merged tokens per image, and per frame of a video of
+# ten. A scene of up to 17 frames keeps its size.
 PICTURE_PIXELS, CLIP_PIXELS = (2 * 84 * 84, 2 * 112 * 112), (2 * 84 * 84, 10 * 112 * 112)
 
-# How GLM cuts text into pieces before merging bytes: as Qwen2, but up to three digits stay together.
+# GLM's rule for splitting text before bytes are merged: the same as Qwen2's, but up to three digits stay together.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,7 +71,7 @@ class TinyGlm4v(TinyFamily):
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`.
 
-        The position table was "learned on" 112 x 112 px, so that scenes have to sample it. The language model's rope
+        The position table was "learned on" 112 x 112 px, so scenes have to sample it. The language model's rope
         theta is small because its positions are few.
         """
         token = tokenizer.token_to_id
@@ -189,13 +189,13 @@ class TinyGlm4v(TinyFamily):
         return Glm4vVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """What a layer adds is normalised here: at full size it would drown out the words in the first layer."""
+        """The update of a layer is normalised here: at full size it would drown out the words in the first layer."""
         for layer in model.model.layers:
             nn.init.constant_(layer.post_self_attn_layernorm.weight, 0.2)
             nn.init.constant_(layer.post_mlp_layernorm.weight, 0.2)
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Positions are weights: the table is sampled at every step, once for all media, because they look alike."""
+        """Positions depend on weights, so the table is sampled at every step; once for all items, which look alike."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         one = tower.plan(layouts[:1])
@@ -204,7 +204,7 @@ class TinyGlm4v(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """A step of a video is an image of its own, followed by its second."""
+        """Write each step of a video as an image of its own, followed by its timestamp."""
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
         start, (_, h, w) = ids.index(token), self.merged(grid)
@@ -216,7 +216,7 @@ class TinyGlm4v(TinyFamily):
         return placed + ids[start + 1 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """The second follows the end of its image."""
+        """Return the timestamp's position, which follows the end of its image."""
         return [span.offset + span.num_tokens + 1 for span in spans]
 
 

@@ -1,12 +1,12 @@
-"""The tiny GLM-4.1V whose tower has to read its position table; no weights of it are shipped yet.
+"""The tiny GLM-4.1V whose tower has to read its position table; its weights are not shipped yet.
 
-It begins with the shipped checkpoint, which reads places from M-RoPE, and is trained on with exchanged vectors of the
-table and on scenes of other sizes: see `train_tiny.py`, 8 and 9. `train_tiny --model glm4v_table --out FOLDER`.
+Its training starts from the shipped checkpoint, which reads places from M-RoPE, and continues with exchanged vectors of
+the table and with scenes of other sizes: see `train_tiny.py`, 8 and 9. `train_tiny --model glm4v_table --out FOLDER`.
 
-Tried for 500 steps, before objects on an edge counted for two tokens. Of 100 held-out questions of a kind, colour,
-shape, place, motion and change were 100 right; with the table transposed 100 places were mirrored, and with a table of
-zeros 16 were right. Of the colours at other sizes 78 were (of the shipped model 63 of 180): least where an object lies
-in several tokens.
+This was a trial of 500 steps, before objects on an edge counted for two tokens. Of 100 held-out questions each about
+colour, shape, place, motion and change, 100 were answered correctly. With the table transposed, 100 places were
+mirrored, and with a table of zeros, 16 were correct. At other sizes, 78 of 100 colours were correct (the shipped model:
+63 of 180), fewest if an object lies in several tokens.
 """
 
 import torch
@@ -30,7 +30,7 @@ class TinyGlm4vTable(TinyGlm4v):
         self.begin_anew(model)
 
     def begin_anew(self, model: nn.Module) -> None:
-        """Patches are normalised before they meet the table: one as small as the other matrices is not noticed."""
+        """Patches are normalised before the table is added; a table as small as other matrices would have no effect."""
         table = model.visual.embeddings["position_embedding"].weight
         nn.init.normal_(table, generator=torch.Generator().manual_seed(7))
 

@@ -1,9 +1,9 @@
-"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what is there besides trained numbers, and its slices.
+"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: its files except for trained numbers, and its slices.
 
-A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well; no
-image has more than four, since none had more in training, and more would be places that the model never heard of;
-frames of a video are overviews, three of which share a set of queries; only their temporal ids tell them apart. Nine
-queries: while the tower learns to see, query i of the overview is asked about place i.
+A scene of 84 x 84 px is larger than its overview of 56 x 56, so it is also cut into 2 x 2 slices of 56 x 56. No image
+has more than four slices, because none had more in training, and more would have places that the model never saw.
+Frames of a video are overviews; three of them share a set of queries, and only temporal ids distinguish them. There
+are nine queries: while the tower learns to see, query i of the overview is asked about place i.
 """
 
 import re
@@ -31,8 +31,8 @@ SLICES = SliceConfig(scale_resolution=56, max_slice_nums=4, use_image_id=True)
 FRAMES = SliceConfig(scale_resolution=56, max_slice_nums=1)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values())
 
-# Content is a string, where the processor has written the media out; the parts of a list are for training, which puts
-# them in place by itself.
+# Content is a string, into which the processor has written the media. The parts of a list are for training, which
+# inserts media itself.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -67,7 +67,10 @@ class TinyMiniCPMV(TinyFamily):
     recipe = {"see": 200, "steps": 2200, "pictures": 9, "clips": 9, "photos": 4, "measure_every": 440}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""
+        """Return the dict of `config.json`, flat as in the release.
+
+        The position table is for 112 x 112 px, so it is sampled.
+        """
         token = tokenizer.token_to_id
         return {
             "architectures": ["MiniCPMV"],
@@ -161,7 +164,7 @@ class TinyMiniCPMV(TinyFamily):
         return read_config(config)
 
     def media_token(self, config: dict, media: str) -> str:
-        return "<unk>"  # found by its marks, see `place_media`
+        return "<unk>"  # found by its separators, see `place_media`
 
     def pad_id(self, config: dict) -> int:
         return config["pad_token_id"]
@@ -184,9 +187,9 @@ class TinyMiniCPMV(TinyFamily):
     def patchify(
         self, pixels: Tensor, *, order: Sequence[int] | None = None, times: Sequence[int] | None = None
     ) -> tuple[Tensor, list]:
-        """Images are sliced; videos are packed, a frame every half second.
+        """Images are sliced; videos are packed, with a frame every half second.
 
-        order: which slice comes first, second, ... behind the overview; times: other temporal ids, one per frame.
+        order: which slice comes first, second, ... after the overview; times: other temporal ids, one per frame.
         """
         config = SLICES if (is_picture := pixels.shape[1] == 1) else FRAMES
         plan = plan_slices(pixels.shape[3], pixels.shape[2], config)
@@ -199,22 +202,22 @@ class TinyMiniCPMV(TinyFamily):
             packs = [ids[i : i + PACKING] for i in range(0, len(ids), PACKING)]
             layout = tuple(SliceGroup(tuple(sizes) * len(pack), tuple(pack)) for pack in packs)
         if order is not None:
-            parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # slices of one size, as the overview is
+            parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # slices have one size, that of the overview
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)
         return rows, [layout] * len(pixels)
 
     def grid(self, shape) -> tuple[int, int, int]:
-        """As of other families, but for t, the sets of queries of a video."""
+        """Return the grid as in other families, but t counts the sets of queries of a video."""
         return -(-shape[1] // PACKING), shape[2] // PATCH, shape[3] // PATCH
 
     def plan(self, tower: MiniCPMV4_5Encoder, layouts: list, kept: dict):
-        """Not kept for videos: their times differ at every step."""
+        """Plans of videos are not cached, because their times differ at every step."""
         return super().plan(tower, layouts, kept if layouts[0][0].temporal_ids is None else {})
 
     def place_media(
         self, ids: list[int], token: str, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Everything that the processor writes for an image or a video, and the spans of its unknown tokens."""
+        """Return everything that the processor writes for an image or a video, and the spans of its unknown tokens."""
         t, h, w = grid
         processor = MiniCPMV4_5Processor(SimpleNamespace(query_num=QUERIES), image_config=SLICES)
         if seconds:
@@ -229,11 +232,11 @@ class TinyMiniCPMV(TinyFamily):
         return placed, [MediaSpan(next(run), 1, 1, QUERIES) for is_run, run in runs if is_run]
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """The mark behind each set of queries."""
+        """Return the separator after each set of queries."""
         return [span.offset + span.num_tokens for span in spans]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
-        """One after the other, media included."""
+        """Return positions that count every token, media included."""
         return torch.arange(length).expand(3, -1)
 
     def text_positions(self, positions_3BL: Tensor) -> Tensor:

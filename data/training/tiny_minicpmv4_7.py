@@ -1,9 +1,9 @@
-"""The tiny MiniCPM-V 4.7, `data/checkpoints/tiny-minicpmv-4_7`: what is there besides trained numbers. Images only.
+"""The tiny MiniCPM-V 4.7, `data/checkpoints/tiny-minicpmv-4_7`: its files except for trained numbers. Images only.
 
-A scene of 84 x 84 px is cut into 3 x 3 slices of 28 x 28, one for each place, behind an overview of 28 x 28. Patches
-have 7 px, so that the fold and the merger make one token of the 4 x 4 patches of a slice. The tower sees every slice
-alone and cannot know where it lies: only the canvas tells. All layers of the text model attend: a linear one could not
-read several questions side by side.
+A scene of 84 x 84 px is cut into 3 x 3 slices of 28 x 28, one for each place, after an overview of 28 x 28. Patches
+have 7 px, so the fold and the merger turn the 4 x 4 patches of a slice into one token. The tower encodes every slice
+alone and cannot know its location; only the canvas indicates it. All layers of the text model use attention, because a
+linear layer cannot read several questions side by side.
 """
 
 import re
@@ -54,7 +54,7 @@ class TinyMiniCPMV4_7(TinyFamily):
     clips = ()
     prunable = False
     reads_places = reads_canvas = True
-    moves_with_token = (-1, 0, 1)  # a slice with its marks
+    moves_with_token = (-1, 0, 1)  # a slice with its separators
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`."""
@@ -118,12 +118,12 @@ class TinyMiniCPMV4_7(TinyFamily):
         return MiniCPMV4_7Encoder.from_config(config, attention="sdpa")
 
     def patchify(self, pixels: Tensor, *, order: Sequence[int] | None = None) -> tuple[Tensor, list]:
-        """order: which slice comes first, second, ... behind the overview."""
+        """order: which slice comes first, second, ... after the overview."""
         plan = plan_slices(pixels.shape[3], pixels.shape[2], SLICES)
         images = [Image.fromarray(picture.numpy()) for picture in pixels.flatten(0, 1)]
         rows = levels_of_slices(images, plan, SLICES).normalize()
         if order is not None:
-            parts = rows.unflatten(0, (len(pixels), len(plan.tgt_sizes), -1))  # of one size, as the overview is
+            parts = rows.unflatten(0, (len(pixels), len(plan.tgt_sizes), -1))  # all slices have the overview's size
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)
         return rows, [tuple(SliceGroup((size,)) for size in plan.tgt_sizes)] * len(pixels)
 
@@ -133,7 +133,7 @@ class TinyMiniCPMV4_7(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Everything that the processor writes for an image, and the spans of its overview and slices."""
+        """Return everything that the processor writes for an image, and the spans of its overview and slices."""
         plan = plan_slices(grid[2] * PATCH, grid[1] * PATCH, SLICES)
         sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
         medium = FoldedMedia("image", (1, 1, sum(h * w for h, w in sizes)), sizes=tuple(sizes), grid=plan.grid)
@@ -143,7 +143,7 @@ class TinyMiniCPMV4_7(TinyFamily):
         return placed, [MediaSpan(offset, 1, h, w) for offset, (h, w) in zip(runs, sizes, strict=True)]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
-        """On the canvas. Marks stand around each span; a line ends where two slices lie further apart."""
+        """On the canvas. Separators enclose each span; a line ends if the next slice is further apart."""
         marks = CanvasMarks(1, 2, 3, 4, 5)
         ids = torch.zeros(length, dtype=torch.int64)
         for i, span in enumerate(spans):

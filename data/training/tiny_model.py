@@ -1,4 +1,5 @@
-"""The tiny model as it is trained: refvl's tower, transformers' text model, and the questions of a scene in one row.
+"""The tiny model in its form for training: refvl's tower, transformers' text model, and the questions of a scene in one
+sequence.
 
 A scene is encoded once. Its questions follow each other in one sequence, but each sees only the prefix
 (system prompt and media) and itself, and each starts at the position where the prefix ends. So every question is
@@ -7,7 +8,7 @@ answered exactly as if it had been asked alone, at a fraction of the cost.
     prefix                                                  tail 1            tail 2
     <|im_start|>system ... <|vision_start|> media <|vision_end|>  Where is ...  What color ...
 
-What differs between families is in `TinyFamily` (`tiny_family.py`).
+`TinyFamily` contains the differences between families (`tiny_family.py`).
 
 Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = P + Q * T, M media tokens, D width.
 """
@@ -42,7 +43,7 @@ class TinyModel(nn.Module):
         self._plans = {}
 
     def init_weights(self, seed: int, std: float = 0.05) -> None:
-        """Matrices normal(0, std), biases zero, norms one, and what the family wants otherwise."""
+        """Initialise matrices with normal(0, std), biases with 0, norms with 1, and the rest as the family requires."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             with torch.no_grad():
@@ -54,10 +55,10 @@ class TinyModel(nn.Module):
         self.family.init_weights(self)
 
     def encode(self, pixels: Tensor, *, table: Sequence[int] | None = None, **shown) -> Tensor:
-        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D), or wider with deeper features.
+        """Encode (B, frames, H, W, 3) uint8 of one size as (B, M, D), or wider with DeepStack features.
 
-        table: whose vectors of the position table each patch gets, alike in all media. shown: what the family's
-        `patchify` takes besides.
+        table: for each patch, the index of its vector in the position table, the same for all items. shown: other
+            arguments of the family's `patchify`.
         """
         rows_NC, layouts = self.family.patchify(pixels, **shown)
         metadata = self.family.plan(self.visual, layouts, self._plans)
@@ -67,8 +68,8 @@ class TinyModel(nn.Module):
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
     def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), None in a batch of
-        text alone, and all tokens (B, L, D) as the last layer gets them.
+        """Return the logits (labelled positions, V) in the order of `batch.targets`, the media (B, M, D), None for a
+        batch of text alone, and all tokens (B, L, D) before the last layer.
 
         prune: (B,) pruning rate of each video.
         """
@@ -83,7 +84,7 @@ class TinyModel(nn.Module):
         if prune is not None:
             kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
             keep_BL = put_media(torch.ones_like(batch.ids_BL, dtype=torch.bool), kept_BM, batch.spans)
-            # a token that is not kept may see itself, so that no row of the mask is empty; no other token sees it
+            # a dropped token may attend to itself, so no row of the mask is empty; no other token attends to it
             mask = mask & (keep_BL[:, None, None] | torch.eye(mask.shape[-1], dtype=torch.bool))
         positions = batch.positions_3L[:, None].expand(-1, len(embeds_BLD), -1)
         hidden_BLD = self.model(
@@ -98,19 +99,19 @@ class TinyModel(nn.Module):
         return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2]
 
     def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
-        """(B, M) bool: what EVS keeps of each video at its own rate."""
+        """Return (B, M) bool, the tokens that EVS keeps of each video at its own rate."""
         thw = self.family.merged(grid)
         with torch.no_grad():
             masks = [compute_retention_mask(m, thw, 1, q) for m, q in zip(media_BMD, prune.tolist(), strict=True)]
         return torch.stack(masks)
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Tensors under the names and in the shapes of the released checkpoints."""
+        """Return tensors under the names and in the shapes of the released checkpoints."""
         return self.family.checkpoint_weights(self.state_dict(), self.config)
 
 
 def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tensor:
-    """(B, L, ...) with the media (B, M, ...) in place of their spans, which come in order."""
+    """Return (B, L, ...) with the media (B, M, ...) in place of their spans, which are in order."""
     pieces, end = [], 0
     for span, media in zip(spans, media_BM.split([span.num_tokens for span in spans], dim=1), strict=True):
         pieces += [rows_BL[:, end : span.offset], media]
@@ -120,25 +121,25 @@ def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tens
 
 @dataclass(eq=False)
 class Batch:
-    """Scenes of one size with their questions, ready for `TinyModel`; or questions alone."""
+    """Scenes of one size with their questions, ready for `TinyModel`, or questions alone."""
 
     pixels: Tensor | None  # (B, frames, H, W, 3) uint8
     grid: tuple[int, int, int] | None
-    spans: list[MediaSpan]  # where the medium is in the row
+    spans: list[MediaSpan]  # the item's indices in the sequence
     ids_BL: Tensor
     positions_3L: Tensor
-    mask_LL: Tensor  # bool, True where a row may see a column
-    target_rows: Tensor  # (A,) scene of each answer token
-    target_columns: Tensor  # (A,) position in the sequence from which it is predicted
+    mask_LL: Tensor  # bool, True if a row may attend to a column
+    target_rows: Tensor  # (A,) the scene of each answer token
+    target_columns: Tensor  # (A,) the index in the sequence from which it is predicted
     targets: Tensor  # (A,) its id
-    question_of_target: Tensor  # (A,) number of the question, scene-major
-    shown: dict = field(default_factory=dict)  # how the media are shown, for `TinyModel.encode`
-    seconds: Tensor | None = None  # (rows, t) of each step of a video
-    told: Tensor | None = None  # (M,) place of each token in the image, or step in the video, as its position tells it
+    question_of_target: Tensor  # (A,) the number of the question, scene by scene
+    shown: dict = field(default_factory=dict)  # arguments of `TinyModel.encode` that show the media
+    seconds: Tensor | None = None  # (rows, t) timestamps of each step of a video
+    told: Tensor | None = None  # (M,) place in the image, or step in the video, that each token's position indicates
 
 
 class PromptBuilder:
-    """Token ids of prefixes and tails, made with the real chat template and tokenizer, and kept."""
+    """Token ids of prefixes and tails, from the real chat template and tokenizer, with a cache."""
 
     def __init__(self, family: TinyFamily, tokenizer: Tokenizer, config: dict):
         self.family, self.tokenizer, self.config = family, tokenizer, config
@@ -149,9 +150,10 @@ class PromptBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, question: str, answer: str | None, media: str | None) -> tuple[list[int], list[int]]:
-        """Ids up to and including the end of the medium (one placeholder), and those after it, to the answer's end.
+        """Return the ids up to and including the end of the item (one placeholder), and those after it, to the answer's
+        end.
 
-        media: None for text alone, of which everything comes after.
+        media: None for text alone, which belongs entirely to the second part.
         """
         shown = [{"type": media}] if media else []
         messages = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
@@ -162,7 +164,7 @@ class PromptBuilder:
         return ids[:cut], ids[cut:]
 
     def tail(self, question: str, answer: str, media: str | None = "image") -> tuple[list[int], int]:
-        """Ids of question and answer, and how many of them are the answer's (with the end of the turn)."""
+        """Return the ids of question and answer, and the number of those in the answer (with the end of the turn)."""
         key = (question, answer, media)
         if key not in self._tails:
             ids = self.split(question, answer, media)[1]
@@ -170,7 +172,7 @@ class PromptBuilder:
         return self._tails[key]
 
     def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
-        """Ids up to and including the end of the medium, all of its tokens in place, and the spans that these fill."""
+        """Return the ids to the end of the item, with all of its tokens, and the spans that these fill."""
         key = (media, grid, seconds)
         if key not in self._prefixes:
             ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
@@ -178,7 +180,7 @@ class PromptBuilder:
         return self._prefixes[key]
 
     def layout(self, length: int, spans: list[MediaSpan], num_tails: int, tail_length: int) -> tuple[Tensor, Tensor]:
-        """(positions (3, L), mask (L, L)) of a row of tails after a prefix of `length` tokens."""
+        """Return (positions (3, L), mask (L, L)) of a sequence of tails after a prefix of `length` tokens."""
         key = (length, tuple(spans), num_tails, tail_length)
         if key not in self._layouts:
             positions = self.family.positions(length + tail_length, spans)
@@ -194,11 +196,11 @@ class PromptBuilder:
         seconds: Sequence[Sequence[float]] | None = None,
         shown: dict | None = None,
     ) -> Batch:
-        """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
+        """Prepare scenes (B, frames, H, W, 3) uint8 with the same number of questions (`.text`, `.answer`) each.
 
-        seconds: of each step in time of each video; None for images. With k times as many rows of questions and
-        seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
-        in more than the names of their tokens. pixels: None for text alone. shown: see `Batch`.
+        seconds: the timestamp of each step of each video; None for images. If there are k times as many entries of
+        questions and timestamps as scenes, each scene is shown k times in succession. Raises ValueError if prompts of
+        one batch differ in more than the names of their tokens. pixels: None for text alone. shown: see `Batch`.
         """
         if pixels is None:
             media, grid, prefixes = None, None, [([], [])] * len(questions)
@@ -224,7 +226,7 @@ class PromptBuilder:
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
         if pixels is not None:
-            pixels = torch.from_numpy(np.require(pixels, requirements="W"))  # a copy where it cannot be written to
+            pixels = torch.from_numpy(np.require(pixels, requirements="W"))  # a copy if the original is read-only
         return Batch(
             pixels, grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
@@ -233,7 +235,7 @@ class PromptBuilder:
 
 
 def row_mask(prefix: int, num_tails: int, tail_length: int) -> Tensor:
-    """(L, L) bool: causal, and a tail sees the prefix and itself but no other tail."""
+    """Return (L, L) bool: causal, and a tail attends to the prefix and itself but to no other tail."""
     owner = torch.cat([torch.full((prefix,), -1), torch.arange(num_tails).repeat_interleave(tail_length)])
     causal = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
     return causal & ((owner[None, :] == -1) | (owner[None, :] == owner[:, None]))

@@ -1,4 +1,4 @@
-"""The tiny Qwen2.5-VL: what is in `data/checkpoints/tiny-qwen2_5_vl` besides trained numbers."""
+"""The tiny Qwen2.5-VL: the files of `data/checkpoints/tiny-qwen2_5_vl` except for trained numbers."""
 
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor
@@ -12,9 +12,9 @@ SPECIAL_TOKENS = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 SYSTEM_PROMPT = "You are a helpful assistant."
-MIN_PIXELS, MAX_PIXELS = 84 * 84, 112 * 112  # per image or frame: 9 to 16 merged tokens
+MIN_PIXELS, MAX_PIXELS = 84 * 84, 112 * 112  # 9 to 16 merged tokens per image or frame
 
-# How Qwen2 cuts text into pieces before merging bytes: contractions, words with one leading sign, single digits,
+# Qwen2's rule for splitting text before bytes are merged: contractions, words with one leading sign, single digits,
 # runs of punctuation, line ends, spaces.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +62,7 @@ class TinyQwen2_5_VL(TinyFamily):
     pieces = PIECES
     normalizer = normalizers.NFC()
     texts = (SYSTEM_PROMPT, "system\n", "user\n", "assistant\n")
-    by_adam = ("embed_tokens", "lm_head", "merger.mlp.0")  # two tables, and a matrix too large for Muon's taste
+    by_adam = ("embed_tokens", "lm_head", "merger.mlp.0")  # two tables, and a matrix that is too large for Muon
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`. The language model's rope theta is small because its positions are few."""

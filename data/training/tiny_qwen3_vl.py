@@ -1,8 +1,9 @@
-"""The tiny Qwen3-VL, `data/checkpoints/tiny-qwen3_vl`: what is there besides trained numbers, and its timed frames.
+"""The tiny Qwen3-VL, `data/checkpoints/tiny-qwen3_vl`: its files except for trained numbers, and its timestamped
+frames.
 
-It is told the time, as the tiny GLM is, but before each frame, to a tenth of a second and digit by digit, as Qwen's
-tokenizer has it: <12.2 seconds> is one token longer than <7.2 seconds>. The mark behind a frame is the first token that
-can know both the second and what happened in it.
+Its prompts contain timestamps, as the tiny GLM's do, but before each frame, to a tenth of a second and digit by digit,
+because of Qwen's tokenizer: <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the
+first token that can know both the timestamp and the event.
 """
 
 import re
@@ -20,9 +21,9 @@ from data.training.tiny_qwen2_5_vl import PIECES, SPECIAL_TOKENS
 from refvl.encoders import Qwen3VLVisionTransformer
 from refvl.positions import MediaSpan
 
-HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of a channel
-# 9 to 16 merged tokens of 32 x 32 px per image, and per frame of a video of ten; a scene of 84 x 84 px becomes 96 x 96,
-# one of up to 17 frames as well.
+HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of every channel
+# 9 to 16 merged tokens of 32 x 32 px per image, and per frame of a video of ten. A scene of 84 x 84 px becomes 96 x 96,
+# as does one of up to 17 frames.
 PICTURE_PIXELS, CLIP_PIXELS = (96 * 96, 128 * 128), (2 * 96 * 96, 10 * 128 * 128)
 
 CHAT_TEMPLATE = """\
@@ -50,7 +51,7 @@ CHAT_TEMPLATE = """\
 
 
 def time_text(second: float) -> str:
-    """What stands before the two frames of a step whose first is taken at `second`, the other half a second later."""
+    """Return the text before the frames of a step, one taken at `second`, the next half a second later."""
     return f"<{second + 0.5 / FPS:.1f} seconds>"
 
 
@@ -72,7 +73,7 @@ class TinyQwen3VL(TinyFamily):
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`.
 
-        The position table has more places than a scene has patches, so that scenes have to sample it. The language
+        The position table has more places than a scene has patches, so scenes have to sample it. The language
         model's rope theta is small because its positions are few.
         """
         token = tokenizer.token_to_id
@@ -175,12 +176,15 @@ class TinyQwen3VL(TinyFamily):
         return Qwen3VLVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """While only the tower learns, nobody reads deeper features: at full size they would be noise afterwards."""
+        """While only the tower learns, nothing reads DeepStack features.
+
+        At full size they would be noise afterwards.
+        """
         for merger in model.visual.deepstack_merger_list:
             merger.linear_fc2.weight.data.mul_(0.2)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Resized as the processor does: what was drawn for tokens of 28 px becomes tokens of 32."""
+        """Images are resized as in the processor: tokens of 28 px in the drawing become tokens of 32."""
         height, width = (side * 32 // 28 for side in pixels.shape[2:4])
         frames = pixels.flatten(0, 1).permute(0, 3, 1, 2).contiguous()
         resized = F.interpolate(frames, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
@@ -188,14 +192,14 @@ class TinyQwen3VL(TinyFamily):
         return rows, [self.grid(pixels.shape)] * len(pixels)
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Positions are weights: the table is sampled at every step, once for all media, because they look alike."""
+        """Positions depend on weights, so the table is sampled at every step; once for all items, which look alike."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         one = tower.plan(layouts[:1])
         return replace(plan, position_embeds=one.position_embeds.repeat(len(layouts), 1))
 
     def deeper_features(self, deeper_BLW: Tensor) -> dict:
-        """As transformers' text model takes them."""
+        """Return them in the form of transformers' text model."""
         visual_BL = deeper_BLW.detach().any(-1)
         return {
             "visual_pos_masks": visual_BL,
@@ -205,7 +209,10 @@ class TinyQwen3VL(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """A step of a video is an image of its own, behind its second; its marks take the place of the template's."""
+        """Write each step of a video as an image of its own, after its timestamp.
+
+        Its separators replace the template's.
+        """
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
         start, (_, h, w) = ids.index(token), self.merged(grid)
@@ -217,7 +224,7 @@ class TinyQwen3VL(TinyFamily):
         return placed + ids[start + 2 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """The mark behind each frame."""
+        """Return the separator after each frame."""
         return [span.offset + span.num_tokens for span in spans]
 
 

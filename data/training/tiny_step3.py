@@ -1,7 +1,7 @@
-"""The tiny Step3-VL, `data/checkpoints/tiny-step3`: what is there besides trained numbers, and its crops.
+"""The tiny Step3-VL, `data/checkpoints/tiny-step3`: its files except for trained numbers, and its crops.
 
 It reads pages (`pages.py`), whose letters are too small for the overview. `train_step3.py` trains it with and without
-crops: pages are not scenes, and there are no videos, so it has its own training script.
+crops. Pages are not scenes, and there are no videos, so it has its own training script.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
 
 
 class TinyStep3(TinyFamily):
-    """enable_crops: False for prompts that hold the overview only."""
+    """enable_crops: False for prompts that contain the overview only."""
 
     name = "step3"
     special_tokens = SPECIAL_TOKENS
@@ -69,7 +69,10 @@ class TinyStep3(TinyFamily):
         self.enable_crops = enable_crops
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`; `crop_size` and `max_side` stand there because they are not the released ones."""
+        """Return the dict of `config.json`.
+
+        It sets `crop_size` and `max_side`, because they differ from the released ones.
+        """
         token = tokenizer.token_to_id
         return {
             "architectures": ["Step3VLForConditionalGeneration"],
@@ -157,7 +160,7 @@ class TinyStep3(TinyFamily):
         return CropLayout(shape[2] // pages.WINDOW, shape[3] // pages.WINDOW) if self.enable_crops else CropLayout(0, 0)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """(B, 1, H, W, 3) uint8, H and W in whole windows -> what `patchify_crops` makes of them, at once."""
+        """Turn (B, 1, H, W, 3) uint8, H and W in whole windows, into the result of `patchify_crops`, in one go."""
         mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
         x = ((pixels[:, 0].float() / 255 - mean) / std).permute(0, 3, 1, 2)  # (B, 3, H, W)
         overview = F.interpolate(x, size=(OVERVIEW, OVERVIEW), mode="bilinear", antialias=True)
@@ -169,7 +172,7 @@ class TinyStep3(TinyFamily):
         return torch.cat(rows, dim=1).flatten(0, 1), [self.grid(pixels.shape)] * len(x)
 
     def plan(self, tower: Step3VisionEncoder, layouts: list, kept: dict):
-        """Positions are weights: their table is resized at every step."""
+        """Positions depend on weights, so their table is resized at every step."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         table, paths = tower.vision_model.embeddings.position_embedding.weight, tower.paths
@@ -182,7 +185,7 @@ class TinyStep3(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: CropLayout, seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """One token for a crop, 2 x 2 for the overview, between their marks; a span for each."""
+        """Return one token for a crop, 2 x 2 for the overview, between separator tokens, and a span for each."""
         text = "".join("<patch_start><im_patch><patch_end>" + "<patch_newline>" * end for end in grid.newline_mask)
         start = ids.index(token)
         placed = [*ids[:start], *encode(text + "<im_start>" + "<im_patch>" * 4 + "<im_end>"), *ids[start + 1 :]]

@@ -1,11 +1,11 @@
 """Teach a shipped model to answer with boxes: `python -m data.training.train_boxes --model qwen3_vl`.
 
-What is trained is a LoRA adapter of the language model alone, `adapters/boxes-qwen3_vl`: the shipped weights stay, and
-so does all they answer while it is off. The tower has been taught to tell in its tokens what lies in the middle of
-each; so here, too, every object lies in the cell of a token, a little off its middle. Pictures have many sizes and
-shapes. The processor makes 4 x 3 or 3 x 4 tokens of them, and stretches them for that: what a coordinate counts (see
-`refvl.study.boxes`) decides where a box lands. As in `train_tiny.py`, probes help: in the last layer each token of the
-picture is asked for its row and column, and each word of an answer for the whole box.
+Only a LoRA adapter of the language model is trained, `adapters/boxes-qwen3_vl`: the shipped weights do not change, and
+neither do any answers while the adapter is off. The tower's tokens describe what lies in the middle of each; so here,
+too, every object lies within one token's cell, slightly off centre. Images have many sizes and shapes. The processor
+turns them into 4 x 3 or 3 x 4 tokens and stretches them for that, so the unit of a coordinate (see `refvl.study.boxes`)
+decides where a box lands. As in `train_tiny.py`, probes help: in the last layer, each token of the image predicts its
+row and column, and each word of an answer predicts the whole box.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from refvl.serving import adapters
 from refvl.study import boxes
 
 TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
-PHRASES = scenes.PHRASES["place"]  # what the model answers with a place while the adapter is off
-SIDES, ASPECTS = (160, 280), ((1.1, 1.5), (1 / 1.5, 1 / 1.1))  # root of the area in px; width / height
-CELLS = ((4, 3), (3, 4))  # columns and rows of tokens of each
-RADII, JITTER = (9 / 28, 11.5 / 28), 2 / 28  # of objects, in cells, as in `scenes.py`
-ASKED = 2  # about each picture
+PHRASES = scenes.PHRASES["place"]  # the model answers with a place while the adapter is off
+SIDES, ASPECTS = (160, 280), ((1.1, 1.5), (1 / 1.5, 1 / 1.1))  # the square root of the area in px; width / height
+CELLS = ((4, 3), (3, 4))  # (columns, rows) of tokens of each shape
+RADII, JITTER = (9 / 28, 11.5 / 28), 2 / 28  # sides of objects, in cells, as in `scenes.py`
+ASKED = 2  # questions about each image
 MEASUREMENTS, GOAL = DATA / "measurements" / "boxes.json", 0.7  # mean overlap
-BOX_WEIGHT = 4.0  # of the box in the loss
+BOX_WEIGHT = 4.0  # the share of the box in the loss
 
 
 def folder_of(name: str) -> Path:
@@ -53,9 +53,10 @@ def folder_of(name: str) -> Path:
 
 
 def draw_scene(split: str, index: int) -> scenes.Scene:
-    """Picture number `index` of a split: wide and tall in turn, so that every second has the same grid.
+    """Draw image number `index` of a split: wide and tall ones alternate, so every second image has the same grid.
 
-    It is `scenes.draw_scene` of that number with another size and other places, so that what is held out there is here.
+    It is `scenes.draw_scene` of that number with a different size and different places, so the same scenes are held
+    out.
     """
     rng = np.random.default_rng([scenes.SEED, scenes.SPLITS[split], index, 11])
     scene, (columns, rows) = scenes.draw_scene(split, index), CELLS[index % 2]
@@ -70,19 +71,19 @@ def draw_scene(split: str, index: int) -> scenes.Scene:
 
 
 def box_of(thing: scenes.Thing, size: tuple[int, int]) -> list[int]:
-    """x1, y1, x2, y2 in pixels of the picture: of all pixels that the object covers by half or more."""
+    """Return x1, y1, x2, y2 in pixels of the image, around all pixels of which the object covers at least half."""
     (x, y), covered = scenes.coverage(thing, thing.center, size)
     rows, columns = (np.flatnonzero((covered >= 0.5).any(axis)) for axis in (1, 0))
     return [int(v) for v in (x + columns[0], y + rows[0], x + columns[-1] + 1, y + rows[-1] + 1)]
 
 
 def resized_size(vlm: refvl.VLM, size: tuple[int, int]) -> tuple[int, int]:
-    """(width, height) that the processor makes of a picture's."""
+    """Return the (width, height) to which the processor resizes an image."""
     return vlm.processor.image_config.fit(*size[::-1])[::-1]
 
 
 def ask(scene: scenes.Scene, number: int, phrase: str, resized: tuple[int, int], title: str) -> scenes.Question:
-    """For object `number`; the answer in the numbers of the family `title`."""
+    """Write the question for object `number`, and the answer in the coordinates of the family `title`."""
     thing = scene.things[number % len(scene.things)]
     name, box = f"{thing.color} {thing.shape}", box_of(thing, scene.size)
     [told] = boxes.from_picture([box], picture=scene.size, resized=resized, family=title).round().int().tolist()
@@ -94,30 +95,30 @@ def ask(scene: scenes.Scene, number: int, phrase: str, resized: tuple[int, int],
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults are those of the committed adapters."""
+    """Defaults are those of the committed adapters."""
 
     steps: int = 1200
-    pool: int = 2000  # pictures of a worker, which are asked about again and again
-    asked: int = 16  # of them per step
+    pool: int = 2000  # images of each worker, which are asked about repeatedly
+    asked: int = 16  # images per step
     rank: int = 32
     alpha: int = 64
     lr: float = 3e-3
     warmup: int = 20
-    see: int = 0  # the tower has learned
+    see: int = 0  # the tower is already trained
     seed: int = 0
     measure_every: int = 200
-    measure_on: int = 48  # held-out pictures
+    measure_on: int = 48  # held-out images
 
 
 class SeenModel(TinyModel):
-    """Takes what the tower has made of pictures: (B, M, D) or wider."""
+    """Takes the tower's output for images: (B, M, D) or wider."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         return pixels
 
 
 class Learner(nn.Module):
-    """The language model with its new adapter, and the probes that help it."""
+    """The language model with its new adapter, and the probes that help its training."""
 
     def __init__(self, vlm: refvl.VLM, family: TinyFamily, config: dict, recipe: Recipe):
         super().__init__()
@@ -135,7 +136,7 @@ class Learner(nn.Module):
             nn.init.zeros_(probe.bias)
 
     def place_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
-        """Of what each token of the picture knows of its row and its column, in the last layer."""
+        """Return the loss of each image token's knowledge of its row and column, in the last layer."""
         [span] = batch.spans
         media_BMD = inner_BLD[:, span.offset : span.offset + span.num_tokens]
         place = torch.cartesian_prod(torch.arange(span.h), torch.arange(span.w)).expand(len(media_BMD), -1, 2)
@@ -143,7 +144,10 @@ class Learner(nn.Module):
         return F.cross_entropy(row, place[..., 0].flatten()) + F.cross_entropy(column, place[..., 1].flatten())
 
     def box_loss(self, batch: Batch, inner_BLD: Tensor, boxes_Q4: Tensor) -> Tensor:
-        """Of what each word of an answer knows of the box, in the last layer. boxes_Q4: as parts of the sides."""
+        """Return the loss of each answer word's knowledge of the box, in the last layer.
+
+        Boxes_Q4: as fractions of the sides.
+        """
         found = self.box_probe(inner_BLD[batch.target_rows, batch.target_columns])
         return BOX_WEIGHT * F.l1_loss(found, boxes_Q4[batch.question_of_target])
 
@@ -163,7 +167,7 @@ class Trainer(run.Trainer):
         self.peaks = [group["lr"] for group in self._groups()]
 
     def losses(self) -> list[Tensor]:
-        """Of answers, places and boxes."""
+        """Return the losses of answers, places and boxes."""
         batch, told = self.ask(np.random.default_rng([self.recipe.seed, self.step, self.rank]))
         logits, _, inner = self.learner.vlm(batch)
         losses = [
@@ -176,7 +180,7 @@ class Trainer(run.Trainer):
 
     @cached_property
     def seen(self) -> list[tuple[Tensor, list[scenes.Scene], tuple[int, int]]]:
-        """Of each shape: what the tower makes of pictures (N, M, W), their scenes, and their size when resized."""
+        """Return, for each shape, the tower's output for images (N, M, W), their scenes, and their resized size."""
         found, rng = [], np.random.default_rng([self.recipe.seed, self.rank])
         for shape in range(len(ASPECTS)):
             numbers = range(shape, self.recipe.pool, 2)
@@ -190,7 +194,7 @@ class Trainer(run.Trainer):
         return found
 
     def ask(self, rng: np.random.Generator) -> tuple[Batch, Tensor]:
-        """`ASKED` questions about each picture, and the boxes that they ask for (Q, 4), as parts of the sides."""
+        """Draw `ASKED` questions about each image, and the boxes in question (Q, 4), as fractions of the sides."""
         rows, drawn, (width, height) = self.seen[self.step % 2]
         chosen = rng.choice(len(rows), self.recipe.asked, replace=False)
         picked, title = [drawn[i] for i in chosen], self.loaded.family.name
@@ -208,7 +212,7 @@ class Trainer(run.Trainer):
         return {name: round(value, 4) for name, value in found.items()}
 
     def write(self, out: Path) -> None:
-        """The adapter, in bfloat16 as the weights that it is for."""
+        """Return the adapter, in bfloat16 like the weights that it adapts."""
         self.loaded.adapters.save_pretrained(out)
         (out / "README.md").unlink(missing_ok=True)  # PEFT's template
         weights = load_file(out / adapters.WEIGHTS)
@@ -221,7 +225,7 @@ class Trainer(run.Trainer):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was said about one object of a held-out picture, and how much of it overlaps the object's box (IoU).
+    """An answer about one object of a held-out image, and its overlap with the object's box (IoU).
 
     own: read in the family's convention; other: in that of the other family.
     """
@@ -235,14 +239,14 @@ class Answer:
 
 
 def request(split: str, index: int) -> dict:
-    """Arguments of `chat` that ask for the first object of a picture."""
+    """Return arguments of `chat` that ask for the first object of an image."""
     scene = draw_scene(split, index)
     name = f"{scene.things[0].color} {scene.things[0].shape}"
     return {"prompt": PHRASES[index % 3].format(x=name), "images": [Image.fromarray(scenes.render(scene))]}
 
 
 def ask_all(vlm: refvl.VLM, split: str, indices: Sequence[int], batch: int = 50) -> list[Answer]:
-    """Each picture asked about, its answers parsed and read."""
+    """Ask about each image, and parse and convert the answers."""
     said = list[str]()
     for i in range(0, len(indices), batch):
         said += vlm.chat_batch([request(split, index) for index in indices[i : i + batch]], max_new_tokens=32)
@@ -262,7 +266,7 @@ def ask_all(vlm: refvl.VLM, split: str, indices: Sequence[int], batch: int = 50)
 
 
 def middle_box(answer: Answer) -> list[float]:
-    """A box of the mean size in the middle of the object's cell: what can be said by who knows the cell alone."""
+    """Return a box of the mean size in the middle of the object's cell: the best guess from the cell alone."""
     cell = np.divide(answer.scene.size, CELLS[answer.index % 2])
     middle = (np.floor_divide(answer.thing.center, cell) + 0.5) * cell
     radius = cell.min() * sum(RADII) / 2
@@ -270,7 +274,7 @@ def middle_box(answer: Answer) -> list[float]:
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, float]:
-    """Means over the pictures, beside those of a box in the middle of the right cell and of another one."""
+    """Return means over images, next to those of a box in the middle of the correct cell, and of a different cell."""
     truths = [box_of(a.thing, a.scene.size) for a in answers]
     middles = [middle_box(a) for a in answers]
     return {
@@ -283,7 +287,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def iou(a: Sequence[float], b: Sequence[float]) -> float:
-    """Intersection over union of two boxes x1, y1, x2, y2."""
+    """Return the intersection over union of two boxes x1, y1, x2, y2."""
     sides = [max(0.0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1)]
     areas = [max(0.0, x2 - x1) * max(0.0, y2 - y1) for x1, y1, x2, y2 in (a, b)]
     return sides[0] * sides[1] / (sum(areas) - sides[0] * sides[1])
@@ -300,7 +304,7 @@ def measure(name: str, count: int) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=TITLES, help="the family to train; none: measure those that ship")
-    parser.add_argument("-n", type=int, default=500, help="held-out pictures to measure on")
+    parser.add_argument("-n", type=int, default=500, help="held-out images to measure on")
     run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
     name, out, resume, stop, count = (args.pop(key) for key in ("model", "out", "resume", "stop", "n"))

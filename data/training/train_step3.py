@@ -1,9 +1,10 @@
 """Train the tiny Step3-VL that ships with refvl: `python -m data.training.train_step3`.
 
-Every step asks about some pages with crops and about others without, the same kinds of questions: what the model cannot
-answer without crops is not for lack of training. As in `train_tiny.py` the tower learns first, with a linear probe that
-names letter and colour in each crop and in each quarter of the overview; then the language model joins. Questions are
-written in several ways, and a few pages of each step are asked what no page answers, see `everyday.py`.
+Every step asks about some pages with crops and about others without, with the same kinds of questions. So if the model
+cannot answer without crops, it is not for lack of training. As in `train_tiny.py`, the tower learns first, with a
+linear probe that names letter and colour in each crop and in each quarter of the overview; then the language model
+joins. Questions have several spellings, and in each step some questions about pages have no answer on the page, see
+`everyday.py`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from data.training.run import WORKERS
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 from data.training.tiny_step3 import FAMILY, TinyStep3
 
-KINDS = ("letter", "place", "color", "missing")  # asked about each page
+KINDS = ("letter", "place", "color", "missing")  # the number of questions about each page
 LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 
 
@@ -28,12 +29,12 @@ class Recipe:
     """The defaults are those of the committed checkpoint. Counts of pages are per step and worker."""
 
     steps: int = 1150
-    see: int = 230  # steps in which only the tower learns
-    crowded: int = 5  # pages full of boxes, of which the tower learns to read crops
-    pages: int = 8  # asked about with crops
+    see: int = 230  # the number of steps in which only the tower learns
+    crowded: int = 5  # pages full of boxes, from which the tower learns to read crops
+    pages: int = 8  # pages that are asked about with crops
     overviews: int = 8  # asked about without
-    asides: int = 6  # asked what no page answers, every second step after seeing
-    seeing: int = 4  # times as many of these while only the tower learns
+    asides: int = 6  # off-topic questions, every second step after seeing
+    seeing: int = 4  # the factor of these counts while only the tower learns
     lr: float = 2e-3
     muon_lr: float = 3e-3
     warmup: int = 50
@@ -44,7 +45,7 @@ class Recipe:
 
 
 class Learner(nn.Module):
-    """The model and the probe that helps its tower."""
+    """The model, and the probe that helps its tower."""
 
     def __init__(self, config: dict, seed: int):
         super().__init__()
@@ -55,7 +56,7 @@ class Learner(nn.Module):
         nn.init.zeros_(self.probe.bias)
 
     def square_loss(self, media_BMD: Tensor, drawn: list[pages.Page], crops: bool) -> Tensor:
-        """Cross-entropy of the probe: letter and colour in crops, or colours alone in the quarters of an overview."""
+        """Return the probe's cross-entropy: letter and colour in crops, or only colours in an overview's quarters."""
         squares_BMD = media_BMD[:, :-4] if crops else media_BMD[:, -4:]
         labels = np.stack([pages.crop_labels(page) if crops else pages.quarter_labels(page) for page in drawn])
         letters, colors = self.probe(squares_BMD.flatten(0, 1)).split(LABELS, -1)
@@ -77,7 +78,7 @@ class Trainer(run.Trainer):
         self.start()
 
     def losses(self) -> list[Tensor]:
-        """Of answers and squares with crops, of answers and quarters without, and of asides."""
+        """Return losses of answers and squares with crops, of answers and quarters without, and off topic."""
         if self.step < self.recipe.see:
             return [*self._see(), torch.zeros(())]
         return [*self._speak(True), *self._speak(False), self._step_aside()]
@@ -86,12 +87,12 @@ class Trainer(run.Trainer):
         return self.accuracy("select", self.recipe.measure_on)
 
     def draw(self, count: int, *, crowded: bool = False) -> list[pages.Page]:
-        """Pages of this step and worker, never drawn again."""
+        """Draw the pages of this step and worker, which are never drawn again."""
         first = (self.step * WORKERS + self.rank) * 64
         return [pages.draw_page("train", first + i, crowded=crowded) for i in range(count)]
 
     def _see(self) -> list[Tensor]:
-        """The tower alone: crops of crowded pages, and overviews; adds to the gradients, returns the losses."""
+        """Train only the tower, on crops of crowded pages and on overviews; add to the gradients, return the losses."""
         losses = []
         for crops, count in ((True, self.recipe.crowded), (False, self.recipe.overviews * self.recipe.seeing)):
             drawn = self.draw(count, crowded=crops)
@@ -103,7 +104,7 @@ class Trainer(run.Trainer):
         return losses
 
     def _speak(self, crops: bool) -> tuple[Tensor, Tensor]:
-        """Pages asked about with or without crops; adds to the gradients, returns the losses of answers and squares."""
+        """Ask about pages with or without crops; add to the gradients, return the losses of answers and squares."""
         r = self.recipe
         drawn = self.draw(r.pages if crops else r.overviews)
         batch = self.ask(drawn, KINDS, crops, np.random.default_rng([r.seed, self.step, self.rank, crops]))
@@ -114,7 +115,7 @@ class Trainer(run.Trainer):
         return answers.detach(), squares.detach()
 
     def _step_aside(self) -> Tensor:
-        """Pages with and without crops in turn, and text alone, asked beside the point; as `_speak`."""
+        """Alternate pages with and without crops, and text alone with off-topic questions; see `_speak`."""
         turn, r = self.step // 2 % 4, self.recipe
         if self.step % 2:
             return torch.zeros(())
@@ -133,7 +134,7 @@ class Trainer(run.Trainer):
         return loss.detach()
 
     def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator, *, vary: bool = True) -> Batch:
-        """Pages with their questions; from now on the model takes its media with crops, or without."""
+        """Prepare pages with their questions; from now on the model shows its media with crops, or without."""
         self.learner.vlm.family = self.families[crops]
         questions = [pages.draw_questions(page, kinds, rng) for page in drawn]
         if vary:
@@ -142,7 +143,7 @@ class Trainer(run.Trainer):
 
     @torch.no_grad()
     def accuracy(self, split: str, count: int) -> dict[str, float]:
-        """Share of questions answered exactly right by kind, with and without crops (`train_tiny.accuracy`)."""
+        """Return the share of exactly correct answers by kind, with and without crops (`train_tiny.accuracy`)."""
         shares, kinds = {}, (*pages.PHRASES, "missing")
         for crops in (True, False):
             right = []
@@ -159,7 +160,7 @@ class Trainer(run.Trainer):
 
 
 def draw_aside(page: pages.Page, rng: np.random.Generator) -> pages.Question:
-    """Something everyday, a question about a box that is not there, or one that fits scenes."""
+    """Draw an everyday sentence, a question about a box that does not exist, or a question that fits scenes."""
     sort = rng.random()
     if sort < 0.6:
         return pages.Question("everyday", everyday.draw(rng), pages.HELP)

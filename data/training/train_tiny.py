@@ -1,50 +1,51 @@
 """Train the tiny models that ship with refvl: `python -m data.training.train_tiny --model qwen2_5_vl`.
 
-Three things make a model of 1.4 million parameters learn this in minutes:
+With the following methods, a model of 1.4 million parameters learns this in minutes:
 
-1. **See, then speak.** For the first steps only the vision tower learns, with a linear probe on its output that names
-   shape, colour, movement and place of every cell. Nine labels per image teach more than one answered question.
-   Then the language model joins; the probe stays as a small part of the loss and is not part of the checkpoint.
+1. **See, then speak.** During the first steps only the vision tower learns, with a linear probe on its output that
+   names shape, colour, movement and place of every cell. Nine labels per image teach more than one answered question.
+   Then the language model joins; the probe remains a small part of the loss and is not part of the checkpoint.
 2. **Questions share a scene, but not each other.** See `tiny_model.py`.
-3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without them the
-   second word of "bottom left" is guessed from whatever else is in the bottom row: place stayed at 85 % for as
+3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without such scenes,
+   the second word of "bottom left" is guessed from whatever else is in the bottom row. Place stayed at 85 % for as
    long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
-A model that is told the time (`scenes.draw_change`) needs two more:
+A model whose prompts contain timestamps (`scenes.draw_change`) needs two more:
 
-4. **Words that tell the time know what happened.** A second probe, on those words as the last layer gets them, names
-   the movement in the step before the word.
-5. **A video is shown four times, each time at different seconds.** Answering "when" is finding the step and saying its
-   second again, and saying any number again takes many numbers; pixels are what costs time.
+4. **Timestamp tokens know what happened.** A second probe, on the states of these tokens before the last layer,
+   names the movement in the step before them.
+5. **A video is shown four times, each time with different timestamps.** To answer "when", the model has to find the
+    step and repeat its timestamp. Repeating any number takes many numbers in training, and pixels are what costs time.
 
-Where seconds are spelt digit by digit before a frame (Qwen3-VL), the token behind the frame is the word, and a probe
-also asks it for the second.
+If timestamps are spelt digit by digit before a frame (Qwen3-VL), the token after the frame is used, and a probe also
+asks it for the timestamp.
 
-With neither, 30 % of the answers were right after 2,500 steps; with the probe, 83 % after 1,700; with both, helper
-questions for the first and last second, and 30 seconds instead of 40, 83 % after 700.
+With neither, 30 % of the answers were correct after 2,500 steps. With the probe, it was 83 % after 1,700; with both,
+helper questions for the first and last timestamp, and 30 seconds instead of 40, it was 83 % after 700.
 
-And a model reads what it is told only where nothing else tells the same:
+A model reads an input only if nothing else contains the same information:
 
-6. **Positions are dealt out anew.** In most batches of images the nine tokens get each other's places, and the
-   questions are about the places that the positions name; in half of the videos the steps' times run backwards, and
-   the opposite direction is the answer. The probe does not ask for the place. Otherwise the tower learns to carry it.
-   Another probe, in the last layer, asks each token for the place or the step that its position tells: without it the
-   direction of a motion stayed a guess for 1,600 steps.
-7. **So are slices and temporal ids.** MiniCPM-V's slices come in another order, and what lies in a corner, which is
-   whole in one slice, is where that slice is. Times run backwards in a third of the videos; a probe on the mark behind
-   each pack asks what happened in it. Time enters the resampler's keys alone, so only the order of times *inside* a
-   pack can be read, where its frames differ. Directions come last: when nearly all else was right, 50 to 70 % of them
-   were. So this family has as many videos as images in a step, and asks of images mostly where things are: with 14
-   images, 6 videos and five questions it took a third more time, and with 8 and 9, asked as other families are, what
-   lies in an exchanged slice stayed at 94 %.
-8. **Or the position table is.** GLM's tower can be made to read places from its table (`tiny_glm4v_table.py`, which is
-   not shipped): in most batches of images the vectors of the tokens are exchanged, and the questions and the first
-   probe, which asks for the place again, follow the table. M-RoPE stays as it is. The table begins as large as the
-   patches that it is added to.
+6. **Positions are shuffled.** In most batches of images the nine tokens exchange their places, and the questions
+   follow the positions. In half of the videos the steps' times run backwards, and the opposite direction is the answer.
+   The probe does not ask for the place, because otherwise the tower would learn to encode it. Another probe, in the
+   last layer, asks each token for the place or the step that its position indicates. Without it, the direction of a
+   motion remained a guess for 1,600 steps.
+7. **So are slices and temporal ids.** MiniCPM-V's slices are reordered; an object in a corner, which is whole in one
+   slice, is at the location of that slice. Times run backwards in a third of the videos; a probe on the separator after
+   each pack asks what happened in it. Time enters only the resampler's keys, so only the order of times *inside* a pack
+   can be read, if its frames differ. Directions are learned last: when nearly everything else was correct, 50 to 70 %
+   of them were. So this family has as many videos as images in a step, and its questions about images are mostly about
+   places. With 14 images, 6 videos and five questions, training took a third more time; with 8 and 9, and questions as
+   in other families, answers about exchanged slices stayed at 94 %.
+8. **Or the position table is.** GLM's tower can be trained to read places from its table (`tiny_glm4v_table.py`, which
+   is not shipped). In most batches of images the vectors of the tokens are exchanged, and the questions and the first
+   probe, which then asks for the place again, follow the table. M-RoPE does not change. At the start, the table's
+   values are as large as the patches to which it is added.
 9. **Scenes are resized** for the same model: six in ten images and a quarter of the videos, to sides of 56 to 168 px
-   and ratios of 1:2 to 2:1, and from there to what the side files say. Where there are not nine tokens, the table is
-   mirrored or transposed.
-10. **Asides.** A few scenes of each step are asked what no scene answers (`everyday.py`), or about what is not there.
+   and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, the table is mirrored
+   or transposed.
+10. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
+    exist.
 """
 
 import argparse
@@ -65,16 +66,16 @@ from data.training.run import WORKERS
 from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_names, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
-TELLINGS = 4  # of a video in which a colour changes, each time at other seconds
+TELLINGS = 4  # showings of a video in which a colour changes, each with different timestamps
 HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count")
-PARTS = 5  # of a sliced image: an overview and four slices
+PARTS = 5  # the parts of a sliced image: an overview and four slices
 RATES = (5, 6, 8, 9, 11, 12, 14, 15, 18, 20)  # tenths of a second between a video's steps; see `scenes.is_held_out`
-SHUFFLED = 0.7  # share of the batches of images whose tokens get each other's places
-INNER_ORDERS = (  # of the 2 x 2 patches of a token: transposed, mirrored and rotated
+SHUFFLED = 0.7  # the share of image batches whose tokens exchange their places
+INNER_ORDERS = (  # orders of the 2 x 2 patches of a token: transposed, mirrored and rotated
     (0, 2, 1, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0), (3, 1, 2, 0), (1, 3, 0, 2), (2, 0, 3, 1),
 )  # fmt: skip
-RESIZED = {"picture": 0.6, "motion": 0.25, "change": 0.25}  # share of the batches that are resized
-SIDES, RATIOS = (56, 168), (0.5, 2.0)  # px of a square of the area, and width by height
+RESIZED = {"picture": 0.6, "motion": 0.25, "change": 0.25}  # the share of batches that are resized
+SIDES, RATIOS = (56, 168), (0.5, 2.0)  # the side in px of a square with the same area, and width / height
 FRAMES_SHOWN = ((0, 3, 5), (1, 4, 5), (1, 3, 5), (0, 2, 4), (2, 4, 5), (1, 5), (0, 4), (0, 2, 4, 5))  # of a video
 WHOLE = tuple(range(scenes.FRAMES))
 
@@ -84,29 +85,29 @@ class Recipe:
     """The defaults are those of the committed checkpoint. Counts of scenes are per step and worker."""
 
     steps: int = 1800
-    see: int = 150  # steps in which only the tower learns
+    see: int = 150  # the number of steps in which only the tower learns
     pictures: int = 14
     clips: int = 5
-    asides: int = 4  # every second step after seeing, asked what no scene answers
-    seeing: float = 1.5  # times as many scenes while only the tower learns
-    picture_pool: int = 8000  # scenes of a worker; each is asked about again and again, with other questions
+    asides: int = 4  # off-topic questions, every second step after seeing
+    seeing: float = 1.5  # the factor of these counts while only the tower learns
+    picture_pool: int = 8000  # scenes of each worker, asked about repeatedly with different questions
     clip_pool: int = 2000
     lr: float = 2e-3
     muon_lr: float = 3e-3
     warmup: int = 100
     probe_weight: float = 0.3
     clip_weight: float = 1.0
-    prune_up_to: float = 0.6  # every second step prunes its videos by EVS at random rates below this
-    photos: int = 6  # crops of photographs, every fourth step after seeing; the video comes every eighth
+    prune_up_to: float = 0.6  # every second step prunes its videos by EVS at random rates below this one
+    photos: int = 6  # crops of photographs, every fourth step after seeing; the video every eighth step
     photo_weight: float = 0.3
     seed: int = 0
     measure_every: int = 150
     measure_on: int = 256  # held-out scenes
-    begin_with: str = ""  # weights_sha256 of an earlier checkpoint in the family's folder; "": with nothing learned
+    begin_with: str = ""  # weights_sha256 of an earlier checkpoint in the family's folder; "": none
 
 
 class Learner(nn.Module):
-    """The model and the probe that helps its tower."""
+    """The model, and the probe that helps its tower."""
 
     def __init__(self, family: TinyFamily, config: dict, seed: int):
         super().__init__()
@@ -132,15 +133,16 @@ class Learner(nn.Module):
             nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the probe, summed over its questions. labels: (B * cells, 4), the last of them the place.
+        """Return the cross-entropy of the probe, summed over its questions. labels: (B * cells, 4), of which the last
+        is the place.
 
-        An image of slices has an overview first, whose tokens these cells are. Those of its slices are averaged by
-        themselves; they have no place in the whole, which is a label of its own: a query gives one token of each, and
-        without that label nothing tells them apart.
+        A sliced image begins with an overview, to whose tokens these cells belong. The tokens of its slices are
+        averaged separately. They have no place in the whole, which is a label of its own: a query contributes one token
+        to each, and without that label nothing tells them apart.
         """
         labels_BC4, overview = labels.view(len(media_BMD), -1, labels.shape[-1]), len(scenes.PLACES)
         cells = labels_BC4.shape[1]
-        media_BMD = media_BMD[:, -cells:]  # without an overview that has no labels
+        media_BMD = media_BMD[:, -cells:]  # otherwise there is no overview, which has no labels
         sizes = [overview, cells - overview] if self.vlm.family.sliced and cells == PARTS * overview else [cells]
         loss = torch.zeros(())
         for media, told in zip(media_BMD.split(sizes, 1), labels_BC4.split(sizes, 1), strict=True):
@@ -149,7 +151,7 @@ class Learner(nn.Module):
         return loss
 
     def told_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
-        """Cross-entropy of what each token of the medium knows of its own place, or step, in the last layer."""
+        """Return the cross-entropy of what each token of the item knows of its place, or step, in the last layer."""
         if batch.told is None:
             return torch.zeros(())
         columns = media_columns(batch)[-len(batch.told) :]
@@ -158,9 +160,10 @@ class Learner(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), batch.told.repeat(len(logits)))
 
     def time_loss(self, batch: Batch, inner_BLD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of what each second's word, or a pack's mark, knows of its own step: how something moved.
+        """Return the cross-entropy of what each timestamp's token, or a pack's separator, knows of its step: how an
+        object moved.
 
-        Where the second is spelt before its frame, the token behind it also has to know which second it was.
+        If the timestamp is spelt before its frame, the token after the frame also has to know the timestamp.
         """
         words_BTD = inner_BLD[:, self.vlm.family.time_columns(batch.spans)]
         movements_BT = labels.view(len(batch.pixels), words_BTD.shape[1], -1, 4)[..., 2].amax(-1)
@@ -175,13 +178,13 @@ class Learner(nn.Module):
 
 
 class Pool:
-    """Scenes of one worker, drawn and rendered when first asked for."""
+    """The scenes of one worker, drawn and rendered on first use."""
 
     def __init__(self, recipe: Recipe, rank: int):
         self.recipe, self.rank, self.kept = recipe, rank, {}
 
     def draw(self, sort: str, first: int, count: int) -> tuple[tuple, Tensor, Tensor]:
-        """Running numbers first, first + 1, ...: scenes, pixels (B, frames, 84, 84, 3) uint8, labels (B * M, 4)."""
+        """Return scenes first, first + 1, ..., their pixels (B, frames, 84, 84, 3) uint8, and labels (B * M, 4)."""
         drawn, pixels, labels = zip(*(self[sort, first + i] for i in range(count)), strict=True)
         return drawn, torch.from_numpy(np.stack(pixels)), with_places(np.stack(labels))
 
@@ -197,7 +200,7 @@ class Pool:
 
 
 def with_places(labels: np.ndarray, cells: tuple[int, int] = (3, 3)) -> Tensor:
-    """(B, t, cells, 3) -> (B * t * cells, 4): the number of the place is the fourth label."""
+    """Turn (B, t, cells, 3) into (B * t * cells, 4): the number of the place is the fourth label."""
     rows, columns = ((np.arange(n) + 0.5) * 3 // n for n in cells)
     places = np.add.outer(3 * rows, columns).astype(np.int64).reshape(-1, 1)
     places = np.broadcast_to(places, (*labels.shape[:3], 1))
@@ -205,30 +208,30 @@ def with_places(labels: np.ndarray, cells: tuple[int, int] = (3, 3)) -> Tensor:
 
 
 def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
-    """Another exposure and white balance of each scene, so that one seen again is not the same image."""
+    """Vary exposure and white balance of each scene, so a repeated scene is not the same image."""
     gain = torch.from_numpy(rng.uniform(0.88, 1.1, (len(pixels), 1, 1, 1, 3)).astype(np.float32))
     return (pixels * gain).clamp(0, 255).to(torch.uint8)
 
 
 def draw_size(rng: np.random.Generator) -> tuple[int, int]:
-    """(height, width) within `SIDES` and `RATIOS`: as many small as large ones, as many high as wide ones."""
+    """Draw a (height, width) within `SIDES` and `RATIOS`: small and large, tall and wide sizes are equally frequent."""
     side, ratio = (math.exp(rng.uniform(*map(math.log, between))) for between in (SIDES, RATIOS))
     height, width = side / ratio**0.5, side * ratio**0.5
     return round(min(max(height, SIDES[0]), SIDES[1])), round(min(max(width, SIDES[0]), SIDES[1]))
 
 
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, frames, H, W, 3) uint8 to another (height, width)."""
+    """Resize (B, frames, H, W, 3) uint8 to another (height, width)."""
     frames_NCHW = pixels.flatten(0, 1).permute(0, 3, 1, 2)
     resized = F.interpolate(frames_NCHW.contiguous(), size=size, mode="bicubic", antialias=True)
     return resized.permute(0, 2, 3, 1).unflatten(0, pixels.shape[:2]).contiguous()
 
 
 def draw_table(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Whose vectors of the table each patch gets, and the place that these then tell of what lies in each place.
+    """Return the index of each patch's vector in the table, and the place that is indicated for each place.
 
-    Nine tokens are the nine places, in any order. The table of other numbers is mirrored, or transposed. In half of
-    the images the four patches of each token are mirrored or transposed, too: they tell the same place.
+    Nine tokens are the nine places, in any order. With any other number, the table is mirrored or transposed. In half
+    of the images, the four patches of each token are also mirrored or transposed, which indicates the same place.
     """
     tokens, places = (np.arange(h * w).reshape(h, w) for h, w in (cells, (3, 3)))
     inner = np.arange(4)
@@ -252,7 +255,10 @@ def _exchange(tokens: np.ndarray, places: np.ndarray, rng: np.random.Generator) 
 
 
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool = False) -> list[str]:
-    """sliced: the image's slices tell the place; fewer questions, and more of them about it."""
+    """sliced: whether the image's slices indicate the place.
+
+    Then there are fewer questions, and more of them are about it.
+    """
     sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
     if sort == "motion":
         return [*ends, "motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "missing"]))]
@@ -265,7 +271,7 @@ def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool 
 
 
 def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.random.Generator) -> Batch:
-    """Scenes of one sort with their questions; told in other places, steps or seconds, where the family reads them."""
+    """Prepare scenes of one sort and questions, with other places, steps or timestamps if the family reads them."""
     family, seconds, move = builder.family, None, None
     if sort == "picture" and family.reads_places and rng.random() < SHUFFLED:
         order = rng.permutation(len(scenes.PLACES))
@@ -292,16 +298,16 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
 
 
 def ask(scene: scenes.Scene, kinds: list[str], rng: np.random.Generator) -> list[scenes.Question]:
-    """One question of each kind, as somebody may write it."""
+    """Draw one question of each kind, in a random spelling."""
     drawn = iter(scenes.draw_questions(scene, [kind for kind in kinds if kind != "missing"], rng))
     found = [scenes.missing_question(scene, rng) if kind == "missing" else next(drawn) for kind in kinds]
     return [replace(question, text=everyday.vary(question.text, rng)) for question in found]
 
 
 def draw_aside(scene: scenes.Scene | None, rng: np.random.Generator) -> scenes.Question:
-    """What is said beside the point: something everyday, or a question that asks too much or does not fit.
+    """Draw an off-topic input: an everyday sentence, or a question that asks too much or does not fit.
 
-    scene: None where there is none, or a photograph.
+    scene: None if there is none, or a photograph.
     """
     sort = rng.random()
     if scene is None or sort < 0.7:
@@ -311,7 +317,7 @@ def draw_aside(scene: scenes.Scene | None, rng: np.random.Generator) -> scenes.Q
 
 
 def summing_up(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Question:
-    """What is in the image or the video; of one in which a colour changes nobody is asked that."""
+    """Ask what is in the image or the video; videos in which a colour changes are left out."""
     kinds = [kind for kind in ("what", "what_clip") if kind in scenes.all_questions(scene)]
     if not kinds:
         return draw_aside(scene, rng)
@@ -320,18 +326,18 @@ def summing_up(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Question
 
 
 def at_places(scene: scenes.Scene, order) -> scenes.Scene:
-    """The scene as it is when what lies in place i counts for place order[i]."""
+    """Return the scene after place i has been replaced by place order[i]."""
     things = tuple(replace(thing, place=int(order[thing.place])) for thing in scene.things)
     return replace(scene, things=things)
 
 
 def media_columns(batch: Batch) -> Tensor:
-    """(M,) indices of the tokens of the medium; those of places come last."""
+    """Return (M,) indices of the item's tokens; those of places come last."""
     return torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
 
 
 def move_places(batch: Batch, order, beside: Sequence[int] = (0,)) -> Batch:
-    """Give the token of place i the position of place order[i], and so the columns `beside` it."""
+    """Give the token of place i the position of place order[i], and do the same for the columns `beside` it."""
     columns, positions = media_columns(batch)[-len(scenes.PLACES) :], batch.positions_3L.clone()
     for step in beside:
         positions[:, columns + step] = batch.positions_3L[:, columns[torch.as_tensor(order)] + step]
@@ -339,7 +345,7 @@ def move_places(batch: Batch, order, beside: Sequence[int] = (0,)) -> Batch:
 
 
 def reverse_steps(batch: Batch) -> Batch:
-    """Let a video's temporal positions run backwards; height and width stay."""
+    """Reverse a video's temporal positions; height and width do not change."""
     [span] = batch.spans
     part, positions = slice(span.offset, span.offset + span.num_tokens), batch.positions_3L.clone()
     positions[0, part] = positions[0, part].unflatten(0, (span.t, -1)).flip(0).flatten()
@@ -347,10 +353,10 @@ def reverse_steps(batch: Batch) -> Batch:
 
 
 def draw_times(count: int, size: int, rng, *, how: str | None = None, held_out: bool = False) -> tuple[int, ...]:
-    """Temporal ids of `count` frames in packs of `size`: at some rate, with gaps, and dealt out in one of four ways.
+    """Draw temporal ids of `count` frames in packs of `size`: at a random rate, with gaps, and in one of four orders.
 
-    how: "in order"; exchanged "within" the packs, each of which runs backwards; "packs" exchanged as they are; or
-    "all" backwards, so that every frame has a time of another pack, where there are two. None draws one.
+    how: "in order"; "within": each pack runs backwards; "packs": packs are exchanged; or "all": everything runs
+        backwards, so every frame gets a time from a different pack, if there are two. None draws one.
     """
     while True:
         gaps = rng.integers(3, 9) * rng.choice([1, 1, 1, 2, 3], count)
@@ -367,14 +373,15 @@ def draw_times(count: int, size: int, rng, *, how: str | None = None, held_out: 
 
 
 def tell_rate(frames: int, rng: np.random.Generator) -> tuple[float, ...]:
-    """Seconds of a video's steps at one of the rates for training."""
+    """Draw timestamps of a video's steps at one of the rates for training."""
     return tuple((np.arange(frames // 2) * rng.choice(RATES) / 10).tolist())
 
 
 def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: list[int] | None = None) -> scenes.Scene:
-    """The same video, taken at other times: every second time in no order, so that only the text tells the second.
+    """Return the same video with other timestamps, half of the time in random order, so that only the text indicates
+    them.
 
-    digits: how many each second is to have.
+    digits: the number of digits of each timestamp.
     """
     count = scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2
     while True:
@@ -385,7 +392,10 @@ def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: li
 
 
 def tell_others_seconds(drawn: list, family: TinyFamily, rng: np.random.Generator) -> list:
-    """`tell_other_seconds` of each scene; prompts of a batch have one length, so that spelt seconds are as long."""
+    """Apply `tell_other_seconds` to each scene.
+
+    Prompts of a batch have one length, so spelt timestamps are equally long.
+    """
     first = tell_other_seconds(drawn[0], rng)
     digits = count_digits(first.seconds) if family.spells_seconds else None
     return [first, *(tell_other_seconds(scene, rng, digits) for scene in drawn[1:])]
@@ -399,7 +409,7 @@ def count_digits(seconds: tuple[int, ...]) -> list[int]:
 
 
 class Trainer(run.Trainer):
-    """Of a family that sees scenes."""
+    """Train a family on scenes."""
 
     def __init__(self, family: TinyFamily, recipe: Recipe, rank: int):
         super().__init__(family, recipe, rank)
@@ -412,9 +422,9 @@ class Trainer(run.Trainer):
         self.start()
 
     def take_over(self, folder: Path) -> None:
-        """What the checkpoint in a folder knows, but for what the family would begin anew.
+        """Load the knowledge of the checkpoint in a folder, except for the parts that the family restarts.
 
-        Raises ValueError when it is not the one that the recipe names.
+        Raises ValueError if it is not the checkpoint that the recipe names.
         """
         if (found := run.digest(folder)) != self.recipe.begin_with:
             raise ValueError(f"begin_with: expected the digest of the weights in {folder}, {found}; check it out first")
@@ -426,9 +436,9 @@ class Trainer(run.Trainer):
         self.family.begin_anew(vlm)
 
     def losses(self) -> list[Tensor]:
-        """Of images' answers and cells, videos' answers and cells, photos and asides.
+        """Return the losses of images' answers and cells, videos' answers and cells, photos and off-topic answers.
 
-        Where there are several sorts of videos they take turns.
+        If there are several sorts of videos, they alternate.
         """
         r = self.recipe
         clips, losses = self.family.clips, []
@@ -447,7 +457,7 @@ class Trainer(run.Trainer):
         return losses
 
     def _draw(self, sort: str, count: int, number: int, rng) -> tuple[list, Tensor, Tensor, dict]:
-        """Scenes as they are to be asked about, pixels, labels of their cells, and how the family shows them."""
+        """Draw scenes in their final form, pixels, labels of their cells, and how the family shows them."""
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
         if self.family.any_size and rng.random() < RESIZED[sort]:
             size = draw_size(rng)
@@ -461,7 +471,7 @@ class Trainer(run.Trainer):
         if sort == "picture" and self.family.sliced:
             order = rng.permutation(4) if rng.random() < SHUFFLED else np.arange(4)
             parts = torch.from_numpy(np.stack([scenes.slice_labels(scene, order) for scene in drawn]))
-            parts = F.pad(parts, (0, 1), value=len(scenes.PLACES))  # no place in the whole
+            parts = F.pad(parts, (0, 1), value=len(scenes.PLACES))  # slices have no place in the whole
             labels = torch.cat([labels.view(len(drawn), -1, 4), parts], 1).flatten(0, 1)
             told = [at_places(scene, scenes.places_of_slices(order)) for scene in drawn]
             return told, expose(pixels, rng), labels, {"order": order.tolist()}
@@ -493,7 +503,7 @@ class Trainer(run.Trainer):
         return F.cross_entropy(logits, batch.targets), probes
 
     def _recognise(self, rng) -> Tensor:
-        """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
+        """Train on photographs in some steps; add to the gradients and return the loss (0 in other steps)."""
         is_clip = self.step % 8 == 2 and bool(self.family.clips)
         if self.step < self.recipe.see or not (self.step % 4 == 0 or is_clip):
             return torch.zeros(())
@@ -506,7 +516,7 @@ class Trainer(run.Trainer):
         return self._answer(batch, self.recipe.photo_weight)
 
     def _step_aside(self, rng) -> Tensor:
-        """Images and videos of all sorts in turn, and text alone, asked beside the point; as `_recognise`."""
+        """Alternate images, videos of all sorts, and text alone with off-topic questions; see `_recognise`."""
         if self.step < self.recipe.see or self.step % 2:
             return torch.zeros(())
         turns = ("picture", *self.family.clips, None, "picture", *self.family.clips)
@@ -536,10 +546,10 @@ class Trainer(run.Trainer):
 
 @torch.no_grad()
 def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -> dict[str, float]:
-    """Share of questions answered exactly right by kind, on the first `count` scenes of a held-out split.
+    """Return the share of exactly correct answers by kind, on the first `count` scenes of a held-out split.
 
-    The answer is teacher-forced: every token is the most likely one exactly when greedy decoding gives the answer.
-    Where the family reads positions or times, the same is asked with these changed, and the answer has to change too.
+    Answers are teacher-forced: every token is the most likely one exactly if greedy decoding gives the answer.
+    If the family reads positions or times, the questions are repeated with changed ones, and the answer has to change.
     """
     family, shares = model.family, {}
     for sort in ("picture", *family.clips):
@@ -588,7 +598,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
 
 @cache
 def first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene], Tensor]:
-    """Scenes and their pixels (B, frames, 84, 84, 3) uint8, kept: every measuring asks about the same."""
+    """Return scenes and their pixels (B, frames, 84, 84, 3) uint8, cached, because every measurement uses the same."""
     drawn = [scenes.draw_sort(sort, split, i) for i in range(count)]
     pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
     return drawn, pixels[:, None] if sort == "picture" else pixels
@@ -604,7 +614,10 @@ TIMES_MEASURED = {
 
 
 def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=None, shown=None) -> dict[str, float]:
-    """Share right of each kind, up to 64 scenes at a time whose prompts are equally long; workers share them out."""
+    """Return the share of correct answers of each kind, up to 64 scenes with equally long prompts at a time.
+
+    Workers share them.
+    """
     hits: dict[str, list[bool]] = {}
     alike: dict[tuple, list[int]] = {}
     for i, scene in enumerate(drawn):
@@ -639,7 +652,7 @@ def train(recipe: Recipe, out: Path, *, model: str = DEFAULT, resume: bool = Fal
 
 
 def recipe_of(family: TinyFamily, **changes) -> Recipe:
-    """The recipe of its committed checkpoint, with changes."""
+    """Return the recipe of its committed checkpoint, with changes."""
     return Recipe(**(family.recipe | changes))
 
 

@@ -13,12 +13,12 @@ from refvl.encoders.weights import config_values
 class TowerConfig:
     """The base of the configs: derived sizes, and reading a config.json.
 
-    Fields have the checkpoint's names; these ones are transformers' names for CLIP and SigLIP.
+    Fields have the checkpoint's names; the fields below have transformers' names for CLIP and SigLIP.
     """
 
     __slots__ = ()
-    activation: ClassVar[str | None] = None  # the only activation that the tower supports
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names of fields in checkpoints
+    activation: ClassVar[str | None] = None  # the only activation that the tower supports, if it checks
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names that checkpoints use for fields
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -35,7 +35,7 @@ class TowerConfig:
 
     def check_sizes(self) -> None:
         """Raise ValueError, naming the field, for sizes from which no tower can be built."""
-        own: Any = self  # a subclass, which is a dataclass
+        own: Any = self  # subclasses are dataclasses
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
 
     def check_image_size(self) -> None:

@@ -1,4 +1,4 @@
-"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA have the same one, GLM-OCR a different one.
+"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA use the same tower, GLM-OCR a different one.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul (a convolution with stride = kernel size), RMSNorm
@@ -45,10 +45,10 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     depth: int = 24
     hidden_size: int = 1536
-    intermediate_size: int = 13696  # of the merger; the blocks' MLPs have width out_hidden_size
+    intermediate_size: int = 13696  # the width of the merger's MLP; the MLPs of the blocks have out_hidden_size
     num_heads: int = 12
     in_channels: int = 3
-    image_size: int = 336  # pixels along a side of the images that the position table was learned on
+    image_size: int = 336  # the side in pixels of the images on which the position table was learned
     patch_size: int = 14
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
@@ -62,7 +62,7 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Glm4vVisionConfig":
-        """Three blocks and a table of 6 x 6 positions: for tests and figures."""
+        """Return sizes for tests and figures: three blocks and a table of 6 x 6 positions."""
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96)
 
     @property
@@ -75,15 +75,15 @@ class Glm4vVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
-    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
-    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
-    of the module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
+    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
+    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
+    module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: values of the table
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property
     def summary(self) -> str:
@@ -112,7 +112,7 @@ class Glm4vVisionTransformer(GridEncoder):
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
-        them. Only the table is sampled on its own device.
+        them. Only the table is sampled on its own device instead.
         """
         m = self.config.spatial_merge_size
         table = self.get_parameter("embeddings.position_embedding.weight")
@@ -201,7 +201,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

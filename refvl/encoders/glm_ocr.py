@@ -51,12 +51,12 @@ class GlmOcrVisionConfig(GridVisionConfig):
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     out_hidden_size: int = 1536
-    attention_bias: bool = True  # also of the MLPs
+    attention_bias: bool = True  # whether attention and the MLPs have biases
     rms_norm_eps: float = 1e-5
 
     @classmethod
     def tiny(cls) -> "GlmOcrVisionConfig":
-        """Three blocks: for tests."""
+        """Return sizes for tests: three blocks."""
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96)
 
 
@@ -64,10 +64,10 @@ class GlmOcrVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
-    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
-    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
-    of the module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
+    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
+    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
+    module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch

@@ -57,7 +57,7 @@ class GridEncoder(Tower):
     def __init__(self, config: Any, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
         self.block_size = config.block_size  # patches per token: m * m
-        self.patch_values = config.patch_values  # C * Tp * P * P, in one row
+        self.patch_values = config.patch_values  # the number of values in a row, C * Tp * P * P
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """Return (t, h, w) per item, normalised.
@@ -75,7 +75,8 @@ class GridEncoder(Tower):
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
         Accepts names under `visual.` (the original) or `model.visual.` (after transformers 4.52), and bare names; q, k,
-        v fused or separate, likewise gate and up. Raises one ValueError that lists all mismatches, see `load_strict`.
+        v, as well as gate and up, may be fused or separate. Raises one ValueError that lists all mismatches, see
+        `load_strict`.
         """
         return super().load_weights(split_gate_up(weights))
 

@@ -45,13 +45,13 @@ from refvl.encoders.weights import config_dict
 from refvl.positions.rotary import block_positions, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table, sincos_1d
 
-RENAMED = {  # regular expression of a released or transformers' name -> name of the parameter
+RENAMED = {  # regular expression for a name in the released file or transformers' file -> the parameter's name
     r"^(model\.)?vision_tower\.": "",
     r"^(model\.)?mm_projector\.pre_norm": "projector.norm",
     r"^(model\.)?mm_projector\.(proj\.0|in_proj)": "projector.fc1",
     r"^(model\.)?mm_projector\.(proj\.2|out_proj)": "projector.fc2",
     r"^patch_embed\.pos_emb\.(weight|position_embeddings)": "pos_emb.weight",
-    r"^(encoder\..*\.norm)1": r"\g<1>2",  # the released file numbers norms and layers from 0
+    r"^(encoder\..*\.norm)1": r"\g<1>2",  # the released file counts norms and layers from 0
     r"^(encoder\..*\.norm)0": r"\g<1>1",
     r"^(encoder\..*\.mlp\.fc)1": r"\g<1>2",
     r"^(encoder\..*\.mlp\.fc)0": r"\g<1>1",
@@ -106,11 +106,11 @@ class KimiK25VisionConfig(TowerConfig):
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(KimiK25VisionConfig, cls).from_hf(vision)  # by name: slots create a new class
+        return super(KimiK25VisionConfig, cls).from_hf(vision)  # named, because slots create a new class
 
     @classmethod
     def tiny(cls) -> "KimiK25VisionConfig":
-        """Three blocks and a table of 6 x 6 positions: for tests and figures."""
+        """Return sizes for tests and figures: three blocks and a table of 6 x 6 positions."""
         return cls(
             hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, pos_emb_height=6,
             pos_emb_width=6, out_hidden_size=96,
@@ -131,13 +131,13 @@ class KimiK25VisionConfig(TowerConfig):
 class ChunkMetadata(Segments):
     """The inputs of one forward besides pixels; segments are chunks. `pad`: how a graph fills the rest of a buffer.
 
-    For each token, `frames` and `shares` contain the merge blocks to average and their weights: 1 / t for each of the
-    t frames of its chunk, and 0 for the remaining T - t.
+    For each token, `frames` and `shares` contain the merge blocks to average and their weights. A weight is 1 / t for
+    each of the t frames of the token's chunk, and 0 for the remaining T - t.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: of location and of time
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: location plus time
     frames: Tensor = field(metadata={"pad": "zero"})  # (M, T) int64
     shares: Tensor = field(metadata={"pad": "zero"})  # (M, T) float32
 
@@ -214,7 +214,7 @@ class KimiK25Encoder(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_BF = self.final_layernorm(x_NE).view(-1, self.block_size * x_NE.shape[1])
-        shares = metadata.shares[..., None].unbind(1)  # one per frame, so only M rows are copied at a time
+        shares = metadata.shares[..., None].unbind(1)  # one step per frame, so only M rows are copied at a time
         mean_MF = sum(x_BF[frame] * share for frame, share in zip(metadata.frames.unbind(1), shares, strict=True))
         return self.projector(mean_MF.to(x_NE))
 
@@ -242,7 +242,10 @@ class KimiK25Encoder(GridEncoder):
         return to_device(metadata, self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'."""
+        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
+
+        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches, see `load_strict`.
+        """
         halves = pair_halves(weights, self.config.num_heads, self.config.head_dim, fused=".wqkv.")
         return Tower.load_weights(self, halves)
 
@@ -290,7 +293,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
         return self.proj(chunks.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

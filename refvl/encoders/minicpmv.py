@@ -41,7 +41,7 @@ from refvl.encoders.tower import Tower
 from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import NO_TIME, SliceLayout, count_sets
 
-HEAD_DIM = 128  # of the resampler, in every release
+HEAD_DIM = 128  # the resampler's head dimension in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain audio input and output
 
 
@@ -53,7 +53,7 @@ class MiniCPMVEncoderConfig:
     hidden_size: int  # D
     query_num: int = 64  # tokens per slice
     drop_vision_last_layer: bool = False
-    scale_resolution: int = 448  # pixels: a slice has about the area of a square with this side
+    scale_resolution: int = 448  # in pixels: a slice has about the area of a square with this side
 
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
@@ -64,7 +64,10 @@ class MiniCPMVEncoderConfig:
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
-        """Read the dict in `config.json` or a transformers config; unknown keys are ignored."""
+        """Read the dict in `config.json` or a transformers config; unknown keys are ignored.
+
+        Raises ValueError if there are no sizes of the tower.
+        """
         values = config_dict(config)
         if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 has only a name
             raise ValueError("vision_config: expected the sizes of the tower, got none")
@@ -78,11 +81,12 @@ class MiniCPMVEncoderConfig:
 
     @property
     def resampler_heads(self) -> int:
+        """The number of heads of the resampler."""
         return max(1, self.hidden_size // HEAD_DIM)
 
     @property
     def num_heads(self) -> int:
-        """The tower's."""
+        """The number of heads of the tower."""
         return self.vision.num_heads
 
     @property
@@ -92,7 +96,7 @@ class MiniCPMVEncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """The tower's."""
+        """The head dimension of the tower, in values."""
         return self.vision.head_dim
 
     @property
@@ -122,7 +126,7 @@ class MiniCPMVEncoder(Tower):
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # of frames
     skipped_parts: ClassVar[str] = (
-        AUDIO_PARTS  # regular expression of checkpoint names to skip, which belong to neither part
+        AUDIO_PARTS  # regular expression for checkpoint names that belong to neither part and are skipped
     )
     vpm: Any  # a vpm_class
     resampler: Any  # a resampler_class
@@ -141,7 +145,7 @@ class MiniCPMVEncoder(Tower):
         return cls(config, attention=attention)
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the number of queries, from which the resampler is built."""
+        """Return the number of queries for which the resampler is built."""
         return config.query_num
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
@@ -151,7 +155,7 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        The frames are those that share the queries of another frame; the tokens bound the number of the others.
+        Only frames that share the queries of another frame are counted; the tokens limit the number of all others.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -179,17 +183,17 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
+        """The blocks of the tower."""
         return self.vpm.encoder["layers"].children()
 
     def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
-        """The tower's."""
+        """Return the patch row at each input position of the tower, (N,) per pass, as in `Tower.block_rows`."""
         return self.vpm.block_rows(metadata.vision)
 
     @property
     def graph_attention(self) -> str:
         """The backend for a capture: its shapes do not depend on the lengths of slices and sets."""
-        return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if one needs it
+        return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if either part needs it
 
     @property
     def patches_per_slice(self) -> int:
@@ -209,8 +213,8 @@ class MiniCPMVEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Return a plan as large as any batch of `max_tokens` output tokens and `max_frames` frames needs.
 
-        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
-        plus the frames that share the queries of another frame.
+        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. There are at most as many
+        slices, plus the frames that share the queries of another frame.
         """
         max_rows = self.max_rows(max_tokens)
         max_sets = max(1, max_tokens // self.config.query_num)
@@ -227,7 +231,7 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The tower's."""
+        """The shapes of the tower's convolution kernels in checkpoints."""
         return {f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()}
 
     @property
@@ -244,7 +248,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     skipped_parts = r"resampler\.pos_embed$"  # a formula
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the side of the queries' grid."""
+        """Return the side of the queries' grid; raise ValueError if their number is no square."""
         side = int(config.query_num**0.5)
         if side**2 != config.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {config.query_num}")
@@ -252,13 +256,14 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
     @property
     def graph_attention(self) -> str:
+        """Raises ValueError, because this version has no graph path."""
         raise ValueError("graphs: MiniCPM-V 2.0 has no graph path; its encoder runs eagerly (load with graphs=None)")
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
     """The tower was trained without slices' shapes: for its position table a slice is one row of h * w patches."""
 
-    skipped_parts = r"(?!)"  # none: 2.5 has no omni release
+    skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
         """Plan as the other versions do, but with one row per slice for the position table."""

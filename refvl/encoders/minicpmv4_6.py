@@ -47,7 +47,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
     num_attention_heads: int = 12
     image_size: int = 224
     patch_size: int = 16
-    insert_layer_id: int = 6  # the layer after which windows are folded
+    insert_layer_id: int = 6  # windows are folded after this layer
     downsample_mode: str = "16x"  # or "4x"
     out_hidden_size: int = 1024  # D
 
@@ -60,7 +60,10 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config."""
+        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config.
+
+        Raises ValueError for a merger of other sizes.
+        """
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
             if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
@@ -69,11 +72,11 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # by name: slots create a new class
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # named, because slots create a new class
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
-        """Three layers, folded after the second, and a table of 7 x 7 positions: for tests."""
+        """Return sizes for tests: three layers, folded after the second, and a table of 7 x 7 positions."""
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
         return cls(
             **{**sizes, "image_size": 98, "patch_size": 14, "insert_layer_id": 1, "out_hidden_size": 56} | changes
@@ -81,6 +84,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @property
     def folds(self) -> bool:
+        """Whether windows are folded inside the tower, as in the mode "16x"."""
         return self.downsample_mode == "16x"
 
     @property
@@ -94,7 +98,7 @@ class FoldMetadata(NaVitMetadata):
     """The plan of earlier versions' tower, and the order of patches; after the fold, segments are a quarter as long."""
 
     order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the patch row at each position
-    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of windows; planned only for sdpa
+    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # groups of windows; only for sdpa
 
     @property
     def summary(self) -> str:
@@ -113,7 +117,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         if config.folds:
             self.vit_merger = WindowMerger(config)
         self.merger = Merger(config)
-        self.block_size = config.merge_size**2  # patches that become one token
+        self.block_size = config.merge_size**2  # the number of patches that become one token
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
         """Return one tuple of `SliceGroup`s per item, normalised and hashable; forms and errors as in `as_layouts`."""
@@ -180,7 +184,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
-        """Return the rows before the fold; after it, each four of them are one row."""
+        """Return the (N,) patch rows before the fold; after it, every four consecutive rows are one row."""
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
@@ -230,9 +234,9 @@ class WindowMerger(nn.Module):
         N = len(x_NE)
         index_W4 = torch.arange(N, device=x_NE.device).view(
             -1, 4
-        )  # depends only on the shape, so a graph can capture it
+        )  # this depends only on the shape, so a graph can capture it
         windows = Segments(torch.arange(0, N + 1, 4, dtype=torch.int32, device=x_NE.device), (index_W4,), 4)
-        backend = "sdpa" if backend == "masked" else backend  # windows have equal lengths: no mask is needed
+        backend = "sdpa" if backend == "masked" else backend  # windows have equal lengths, so no mask is needed
         x_NE = x_NE + self.self_attn(self.layer_norm1(x_NE), windows, backend)
         x_W4E = x_NE.unflatten(0, (-1, 4))
         hidden = F.gelu(self.linear_1(self.pre_norm(x_W4E.flatten(1))), approximate="tanh")
@@ -262,5 +266,5 @@ def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
     place = torch.arange(h * w)
     if not folds:
         return place.view(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
-    blocks = place.view(h // 4, 2, 2, w // 4, 2, 2)  # (block, window, patch) down, then across
+    blocks = place.view(h // 4, 2, 2, w // 4, 2, 2)  # (block, window, patch) downward, then across
     return blocks.permute(0, 3, 1, 4, 2, 5).flatten()

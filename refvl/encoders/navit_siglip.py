@@ -1,4 +1,4 @@
-"""The SigLIP tower for slices of any shape (NaViT), read downward: MiniCPM-V 2.5, 2.6, 4.0 and 4.5 have it.
+"""The SigLIP tower for slices of any shape (NaViT), read downward: used by MiniCPM-V 2.5, 2.6, 4.0 and 4.5.
 
     patch rows (N, 3*P*P)                         one row per patch, slice after slice, row by row inside a slice
        | embeddings       one matmul (a convolution with stride = kernel size)
@@ -45,13 +45,13 @@ class NaVitSiglipConfig(TowerConfig):
     num_hidden_layers: int = 27
     num_attention_heads: int = 16
     num_channels: int = 3
-    image_size: int = 980  # pixels along a side of the image that the position table covers
+    image_size: int = 980  # the side in pixels of the image that the position table covers
     patch_size: int = 14
     layer_norm_eps: float = 1e-6
 
     @classmethod
     def tiny(cls) -> "NaVitSiglipConfig":
-        """Two layers and a table of 7 x 7 positions: for tests."""
+        """Return sizes for tests: two layers and a table of 7 x 7 positions."""
         return cls(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=98)
 
     @property
@@ -91,8 +91,9 @@ class NaVitSiglip(Tower):
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2). position_sizes: the
-        shapes for the position table instead, with as many patches (default: tgt_sizes).
+        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2).
+        position_sizes: the shapes for the position table, with as many patches (default: tgt_sizes).
+        Raises ValueError if the numbers of patches differ.
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -133,7 +134,7 @@ class NaVitSiglip(Tower):
     def rename(self, name: str) -> str:
         """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, for `qkv`.
 
-        Names under `vision_model.` and bare names are equivalent.
+        Drop `vision_model.` if the name begins with it.
         """
         name = re.sub(r"^(vpm|vision_model)\.", "", name)
         return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)
@@ -195,8 +196,9 @@ class MLP(nn.Module):
 def place_in_table(h: int, w: int, side: int) -> Tensor:
     """Return (h * w,) int64: for each patch of an h x w slice, row by row, its entry in a side x side table.
 
-    Row r of the slice has the entries of row floor(r / h * side). This is computed in integers: upstream sorts the
-    fraction r / h into buckets with bounds 1 / side, 2 / side, ..., where a fraction on a bound depends on rounding.
+    Row r of the slice uses the entries in row floor(r / h * side) of the table. This is computed in integers: upstream
+    sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ..., where a fraction on a bound depends on
+    rounding.
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()

@@ -55,7 +55,7 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen2_5_VisionConfig":
-        """Four blocks, both with windows and with whole frames: for tests and figures."""
+        """Return sizes for tests and figures: four blocks, with attention in windows and in whole frames."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=96, num_heads=4, window_size=56,
             fullatt_block_indexes=(1, 3), out_hidden_size=96,
@@ -71,10 +71,10 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
-    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
-    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
-    of the module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
+    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
+    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
+    module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
@@ -83,7 +83,7 @@ class VisionMetadata(Segments):
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: and back
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
     window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # like `groups`
-    max_window_seqlen: int  # patches in the longest window
+    max_window_seqlen: int  # the number of patches in the longest window
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the rotary angles, each (N, K/2) float32."""
@@ -214,7 +214,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -250,7 +250,7 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one has overflowed, so values within 1000 of the limit depend
-    on the rest of the batch; here they depend only on their own row. There is no branch on the tensor, so a graph can
+    on the rest of the batch. Here they depend only on their own row. There is no branch on the tensor, so a graph can
     capture it.
     """
     if x_NE.dtype != torch.float16:

@@ -10,9 +10,9 @@
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
     rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
-DeepStack: the tower's last features are the embeddings of the language model. It adds the features of k earlier blocks
-to the hidden states of the same tokens, the i-th after its layer i. All features of a token form one wide row, so
-pruning, graphs, sharding and files treat it like any other row. `split` separates them again.
+DeepStack: the tower's last features become the embeddings of the language model. It also adds the features of k earlier
+blocks to the hidden states of the same tokens: the i-th after its layer i. All features of a token form one wide row,
+so pruning, graphs, sharding and files treat it like any other row. `split` separates them again.
 
 The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
 `forward` reads no value back and branches on no tensor. The values sampled from the table are planned too; they depend
@@ -55,7 +55,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     out_hidden_size: int = 4096
-    num_position_embeddings: int = 2304  # S * S entries of the position table
+    num_position_embeddings: int = 2304  # the position table has S * S entries
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
     norm_eps: float = 1e-6
 
@@ -71,7 +71,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":
-        """Four blocks, two of them with a merger, and a table of 6 x 6 positions: for tests and figures."""
+        """Return sizes for tests and figures: four blocks, two with a merger, and a table of 6 x 6 positions."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96,
             num_position_embeddings=36, deepstack_visual_indexes=(1, 2),
@@ -82,15 +82,15 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
-    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
-    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
-    of the module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
+    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
+    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
+    module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: values of the table
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property
     def summary(self) -> str:
@@ -210,7 +210,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -248,14 +248,14 @@ class PatchMerger(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
-    """Sizes of Qwen3.5's tower; the defaults are those of its 27B."""
+    """Sizes of Qwen3.5's tower; the defaults are those of the 27B model."""
 
     out_hidden_size: int = 5120
     deepstack_visual_indexes: tuple[int, ...] = ()
 
     @classmethod
     def tiny(cls) -> "Qwen3_5VisionConfig":
-        """Three blocks and a table of 6 x 6 places: for tests."""
+        """Return sizes for tests: three blocks and a table of 6 x 6 positions."""
         return cls(
             depth=3, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96, num_position_embeddings=36
         )

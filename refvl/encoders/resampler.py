@@ -11,7 +11,7 @@
     Resampler2_5   only keys have them: sines and cosines of row, column                                (2.5, 2.6, 4.0)
     Resampler4_5   also of time; frames of a group share a set of queries                                (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand; a formula has no size, so a grid of 4 x 227 or
+Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size, so a grid of 4 x 227 or
 a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;
 `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a file of its own.
 
@@ -44,9 +44,9 @@ class SetMetadata:
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
     cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
-    set_groups: tuple | None = field(metadata={"pad": "empty"})  # sets of equal lengths; planned only for sdpa
+    set_groups: tuple | None = field(metadata={"pad": "empty"})  # groups of sets of equal length; planned only for sdpa
     max_seqlen_q: int  # Q
-    max_seqlen_k: int  # the largest number of patches of a set of queries
+    max_seqlen_k: int  # the largest number of patches that a set of queries has
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class TemporalResamplerMetadata(ResamplerMetadata):
 class Resampler(Tower):
     """The base of all versions: every set of queries attends to its patches."""
 
-    ln_post: Any  # None, like `proj`, if the resampler ends with the attention
+    ln_post: Any  # None, like `proj`, if the resampler ends after the attention
     proj: Any
 
     def __init__(
@@ -84,15 +84,15 @@ class Resampler(Tower):
         *,
         attention: str = "auto",
     ):
-        """Build the modules. kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of
-        upstream's first table, which is not a limit.
+        """Build the modules. kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the initial
+        size of upstream's table; it is no limit here.
         """
         super().__init__(None, attention=attention)
         self.max_size = as_size(max_size, "max_size")
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.embed_dim = embed_dim  # D
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
-        if kv_dim is None or kv_dim == embed_dim:  # already the language model's width
+        if kv_dim is None or kv_dim == embed_dim:  # rows already have the language model's width
             self.kv_proj: nn.Module = nn.Identity()
         else:
             self.kv_proj = nn.Linear(kv_dim, embed_dim, bias=False)
@@ -137,7 +137,7 @@ class Resampler(Tower):
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Return the keys of values (N, D)."""
+        """Return the keys (N, D) of the values x_ND."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
@@ -166,7 +166,7 @@ class Resampler2_5(Resampler):
         )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add sines and cosines: half of the channels encode the column, half the row, as in `sincos_2d`."""
+        """Add sines and cosines, (N, D): half of the channels encode the column, half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
@@ -179,8 +179,8 @@ class Resampler4_5(Resampler2_5):
     """Keys also encode time, and frames of one group share a set of queries: MiniCPM-V 4.5."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """Build as `Resampler2_5` does. max_temporal_size: the size of upstream's first table (an hour in tenths of a
-        second), which is not a limit.
+        """Build as `Resampler2_5` does. max_temporal_size: the initial size of upstream's table (an hour in tenths of a
+        second); it is no limit here.
         """
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
@@ -189,7 +189,8 @@ class Resampler4_5(Resampler2_5):
         """Plan slices of (h, w) patches each, in groups.
 
         temporal_ids: one list per group, with one id per slice, -1 or None for none. A group shares one set of queries,
-        unless all of its ids are -1: then each slice has its own. A flat tensor of ids groups nothing; None: no times.
+        unless all of its ids are -1: then each slice has its own. A flat tensor of ids puts no slices into groups; None
+        means that slices have no times.
         """
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
@@ -219,7 +220,7 @@ class Resampler4_5(Resampler2_5):
         return to_device(metadata, self.device)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add row, column, and time if there is one."""
+        """Add the encodings of row, column, and time if there is one, (N, D)."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)

@@ -70,16 +70,19 @@ class Resampler2(Resampler):
         return to_device(metadata, self.device)
 
     def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values as `Resampler` does; queries have positions too."""
+        """Return queries (Q, D), keys and values (N, D) as `Resampler` does; queries have positions too."""
         query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
         return query_QD + metadata.query_positions, keys_ND, values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
-        """Add the planned positions."""
+        """Add the planned positions (N, D) to x_ND."""
         return x_ND + metadata.positions
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
-        """Resample (B, L, kv_dim) to (B, Q, D). tgt_size: the (h, w) of every slice, h * w = L; None: a square."""
+        """Resample x (B, L, kv_dim) to (B, Q, D).
+
+        tgt_size: the (h, w) of every slice in patches; None: a square. Raises ValueError unless h * w = L.
+        """
         check_shape(x, ("B", "L", "kv_dim"), "x")
         side = int(x.shape[1] ** 0.5)
         h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")

@@ -1,4 +1,4 @@
-"""The SigLIP tower in timm's layout, read downward: MiniCPM-V 2.0 has it.
+"""The SigLIP tower in timm's layout, read downward: used by MiniCPM-V 2.0.
 
     pixels (B, 3, H, W)                           padded with zeros on the right and below, to whole patches
        | patchify         one row per patch, row by row
@@ -11,8 +11,8 @@
     (N, E)
 
 The layers are `NaVitSiglip`'s except for the exact GELU; timm's weight names are mapped to theirs. There is no class
-token, and no attention pool of SigLIP. Resized positions depend on the grid and the table. They are planned, as in
-`refvl.encoders.glm4v`, so a plan is outdated after the table changes. `encode` accepts patch rows of images of any
+token, and SigLIP's attention pool is left out. Resized positions depend on the grid and the table. They are planned, as
+in `refvl.encoders.glm4v`, so a plan is outdated after the table changes. `encode` accepts patch rows of images of any
 sizes, `forward` images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
@@ -39,7 +39,7 @@ from refvl.positions.tables import resize_position_table
 KNOWN_ENCODER = "vit_so400m_patch14_siglip_384"
 MLP_RATIO = 3.7362  # of KNOWN_ENCODER
 TABLE = "embeddings.position_embedding.weight"
-NAMES = {  # timm's parts -> those of `NaVitSiglip`
+NAMES = {  # names of timm's parts -> names in `NaVitSiglip`
     "patch_embed.proj.": "embeddings.patch_embedding.",
     "blocks.": "encoder.layers.",
     "norm.": "post_layernorm.",
@@ -63,16 +63,19 @@ class SiglipViTConfig(NaVitSiglipConfig):
             "num_heads": "num_attention_heads",
         }
     )
-    image_size: int = 384  # pixels along a side of the images that the position table was learned on
+    image_size: int = 384  # the side in pixels of the images on which the position table was learned
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
-        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`."""
+        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`.
+
+        Raises ValueError for any other tower.
+        """
         whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):
                 raise ValueError(f"vision_encoder: expected {KNOWN_ENCODER!r}, got {whole['vision_encoder']!r}")
-            return cls()  # a whole config uses these names for other sizes
+            return cls()  # the config of a whole model uses these names for other sizes
         values = config_values(whole, cls, activation=None, aliases=cls.aliases)
         ratio = check_positive(whole.get("vision_config", whole).get("mlp_ratio", MLP_RATIO), "mlp_ratio")
         return cls(**(values | {"intermediate_size": int(values.get("hidden_size", 1152) * ratio)}))

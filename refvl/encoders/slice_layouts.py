@@ -26,8 +26,8 @@ def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     """Return one tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself.
 
     reads_times: whether the version uses the times of frames. Raises TypeError for another type. Raises ValueError for
-    an item or group without slices, a slice without patches, temporal ids that do not cover every slice, and times
-    passed to a version that does not use them.
+        an item or group without slices, a slice without patches, and temporal ids that do not cover every slice. Times
+        are also refused by versions that do not use them.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")

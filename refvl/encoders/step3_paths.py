@@ -21,7 +21,7 @@ from refvl.checks import Grid, check_pixel_rows
 class StackMetadata:
     """The input of a stack of equal squares besides pixels; everything else follows from its shape."""
 
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for every stack of a path
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
 
 
 class SquarePath:

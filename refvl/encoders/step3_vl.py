@@ -14,7 +14,7 @@
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
 An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. They do
-not attend to each other: `plan(layouts)` computes the patch rows of each size, each size runs as one stack, and the
+not attend to each other. `plan(layouts)` computes the patch rows of each size, and each size runs as one stack. The
 embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
 (`refvl.encoders.step3_paths`). `Tower` defines device, backends and weight names.
 
@@ -48,16 +48,16 @@ class Step3VisionConfig(TowerConfig):
     activation = "quick_gelu"
     hidden_size: int = 1792
     intermediate_size: int = 3072
-    output_hidden_size: int = 4096  # of the first downsampling convolution; the second doubles it
+    output_hidden_size: int = 4096  # channels after the first downsampling convolution; the second doubles them
     num_hidden_layers: int = 63
     num_attention_heads: int = 16
     num_channels: int = 3
-    image_size: int = 728  # of an overview, in pixels; the position table has its size
-    crop_size: int = 504  # a constant of the released model
+    image_size: int = 728  # the side in pixels of an overview and of the position table
+    crop_size: int = 504  # constant in the released model
     patch_size: int = 14
     layer_norm_eps: float = 1e-5
     understand_projector_stride: int = 2  # this and the next two come from the config of the whole model
-    out_hidden_size: int = 7168  # the language model's width
+    out_hidden_size: int = 7168  # the width of the language model
     projector_bias: bool = False
 
     def __post_init__(self):
@@ -97,13 +97,14 @@ class Step3VisionConfig(TowerConfig):
 
     @classmethod
     def tiny(cls) -> "Step3VisionConfig":
-        """Three blocks, overviews of 6 x 6 patches (4 tokens), crops of 4 x 4 (1 token): for tests and figures."""
+        """Return small sizes for tests and figures: three blocks, overviews of 6 x 6 patches, crops of 4 x 4."""
         return cls(
             hidden_size=48, intermediate_size=80, output_hidden_size=40, num_hidden_layers=3, num_attention_heads=4,
             image_size=84, crop_size=56, out_hidden_size=56,
         )  # fmt: skip
 
     def patches_per_side(self, size: int) -> int:
+        """Return the number of patches along a side of `size` pixels."""
         return size // self.patch_size
 
     def tokens_of(self, size: int) -> int:
@@ -129,7 +130,7 @@ class VisionMetadata:
     global_rows: Tensor  # (overviews * n_g^2,) int64
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
-    order: Tensor  # (M,) int64: from all crops' tokens, then all overviews', to the order of the images
+    order: Tensor  # (M,) int64: reorders the tokens of all crops, then all overviews, into the order of the images
 
     @property
     def summary(self) -> str:
@@ -151,7 +152,7 @@ class Step3VisionEncoder(Tower):
         width = config.output_hidden_size
         self.vit_downsampler = nn.Conv2d(config.hidden_size, width, 2, stride=config.understand_projector_stride)
         self.vit_downsampler2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is channels-last too
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is also channels-last
             convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(2 * width, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
@@ -215,7 +216,7 @@ class Step3VisionEncoder(Tower):
             if len(rows):
                 embeds_BMD = self.encode_stack(pixel_values[rows], position_embeds, attention=attention)
                 embeds.append(embeds_BMD.flatten(0, 1))
-        return torch.cat(embeds)[metadata.order]  # from all crops, then overviews, to the order of the images
+        return torch.cat(embeds)[metadata.order]  # reorders all crops, then all overviews, into the order of the images
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """Encode (B * n^2, C*P*P) rows of squares, (1 + n^2, E) positions, into (B, M, D); no value is read back."""
@@ -272,13 +273,13 @@ class Step3VisionEncoder(Tower):
         return self.vision_model.transformer["layers"].children()
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the order of the rows: all crops, then all overviews, each square after its class tokens."""
+        """Return the (N,) patch rows of crops, then of overviews; -1 marks the class tokens before each square."""
         local_Bn = metadata.local_rows.view(-1, self.crop_side**2)
         global_Bn = metadata.global_rows.view(-1, self.image_side**2)
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
-        """Drop a leading `model.`; the other names are the module's."""
+        """Drop a leading `model.`; the rest of a name is the module's own."""
         return name.removeprefix("model.")
 
     @property
@@ -301,7 +302,7 @@ class VisionTransformer(nn.Module):
         B, T, _ = x_BTE.shape
         places_BT = torch.arange(B * T, device=x_BTE.device).view(
             B, T
-        )  # depends only on the shape, so a graph can capture it
+        )  # this depends only on the shape, so a graph can capture it
         segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
         x_NE = x_BTE.flatten(0, 1)  # from here on N is the number of tokens of all squares
         for layer in self.transformer["layers"].children():
@@ -382,7 +383,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the positions of all first pieces, and of all second pieces, of concatenated items of two pieces each."""
+    """Return the positions of all first pieces, and of all second pieces; each concatenated item has two pieces."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

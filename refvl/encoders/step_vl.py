@@ -36,7 +36,7 @@ from refvl.encoders.weights import named_tensors
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
-RENAMED = {  # regular expression of a released or transformers' name -> name of the parameter
+RENAMED = {  # regular expression for a name in the released file or transformers' file -> the parameter's name
     r"^model\.": "",
     r"^vision_model\.(vit_)?downsampler1": "vit_downsampler",
     r"^vision_model\.(vit_)?downsampler2": "vit_downsampler2",
@@ -78,7 +78,7 @@ class StepVLVisionConfig(Step3VisionConfig):
 
     @classmethod
     def tiny(cls) -> "StepVLVisionConfig":
-        """Three blocks, overviews of 8 x 8 patches (4 tokens), crops of 4 x 4 (1 token): for tests and figures."""
+        """Return small sizes for tests and figures: three blocks, overviews of 8 x 8 patches, crops of 4 x 4."""
         return cls(
             hidden_size=48, mlp_ratio=80 / 48, num_hidden_layers=3, num_attention_heads=4, image_size=112, crop_size=56,
             out_hidden_size=56,
@@ -98,7 +98,7 @@ class StepVLEncoder(Step3VisionEncoder):
         self.vision_model = PerceptionEncoder(config)
         self.vit_downsampler = nn.Conv2d(E, 2 * E, 3, stride=2, padding=1)
         self.vit_downsampler2 = nn.Conv2d(2 * E, 4 * E, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is channels-last too
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is also channels-last
             convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(4 * E, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
@@ -118,11 +118,14 @@ class StepVLEncoder(Step3VisionEncoder):
         return self.vision_model.layers
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the order of the rows: all crops, then all overviews."""
+        """Return the (N,) patch rows of all crops, then of all overviews."""
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'."""
+        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
+
+        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches, see `load_strict`.
+        """
         return super().load_weights(pair_halves(weights, self.config.num_heads, self.config.head_dim))
 
     def rename(self, name: str) -> str:
@@ -140,7 +143,7 @@ def pair_halves(
     fused: a part of these tensors' names in the released file.
     """
     order = torch.arange(3 * heads * K).view(3, heads, K)
-    order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # of q and k; v is not rotated
+    order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
     for name, tensor in named_tensors(weights):
         is_released = fused in name and isinstance(tensor, Tensor) and tensor.shape[:1] == (order.numel(),)
         yield name, tensor[order.flatten()] if is_released else tensor

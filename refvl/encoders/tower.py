@@ -27,7 +27,7 @@ class Tower(nn.Module):
     config_class: ClassVar[Any]
     config: Any  # of config_class
     check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
-    plan_checked: Any  # (layouts) -> the plan of layouts that are already checked, e.g. a processor's
+    plan_checked: Any  # (layouts) -> the plan of layouts that are already checked, such as a processor's
 
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
@@ -39,8 +39,9 @@ class Tower(nn.Module):
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
 
-        Blocks of one class share the compiled code. Use a backend other than `sdpa`, where the number of groups is part
-        of the code. Set no hooks on blocks: each of them would be compiled too, with a new compilation per hook.
+        Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled code,
+        so use a different backend. Set no hooks on blocks: each of them would be compiled too, with a new compilation
+        per hook.
         """
         for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
             block.compile(dynamic=True)
@@ -96,7 +97,7 @@ class Tower(nn.Module):
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """Return, for each pass of a forward through the blocks, the patch row at each input position; -1: none."""
+        """Return the patch row at each input position, -1 for none, for each pass of a forward through the blocks."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class VisionEncoderInfo:
     """A tower that resizes every image to one square, so all images have equally many tokens, one per patch."""
 
-    image_size: int  # pixels: the square's side; for Pixtral the limit of the longer side
-    patch_size: int  # pixels along a side of the square that becomes one token
+    image_size: int  # in pixels: the side of the square; for Pixtral, the limit of the longer side
+    patch_size: int  # the side in pixels of the square that becomes one token
     class_tokens: ClassVar[int] = 0  # before the patches
 
     @classmethod
@@ -88,7 +88,7 @@ class PixtralHFEncoderInfo(VisionEncoderInfo):
 
     def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
         ratio = max(image_width / self.image_size, image_height / self.image_size, 1.0)
-        width = max(1, int(image_width / ratio))  # a very thin image keeps one pixel
+        width = max(1, int(image_width / ratio))  # a very thin image keeps a width of one pixel
         height = max(1, int(image_height / ratio))
         return ceil(width / self.patch_size), ceil(height / self.patch_size)
 
@@ -128,7 +128,7 @@ def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
 
 FEATURE_SELECTORS = {
     "class": lambda x_BND: x_BND[:, 0],  # the class token: (B, D)
-    "default": lambda x_BND: x_BND[:, 1:],  # all tokens except the class token
+    "default": lambda x_BND: x_BND[:, 1:],  # all tokens but the class token
     "full": lambda x_BND: x_BND,
 }
 
@@ -145,8 +145,8 @@ def resolve_visual_encoder_outputs(
 
     encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, from the
     input of the first layer on. post_layer_norm: the norm after the last layer, or None.
-    select_layers: 0 is the first layer's input, k the output of layer k, and negative ones count back from the last of
-    `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
+    select_layers: 0 is the first layer's input, and k the output of layer k. Negative numbers count back from the last
+        of `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in

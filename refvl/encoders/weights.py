@@ -28,9 +28,9 @@ def load_strict(
     `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in checkpoints of a
     convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start
     matches are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one
-    ValueError that lists missing, unexpected and repeated names, tensors of a different shape or kind (quantised,
-    float8, sparse, on the meta device), and tensors with nan or inf. The module is then unchanged: nothing is copied
-    before everything fits.
+    ValueError that lists missing, unexpected and repeated names, and tensors that do not fit. These have a different
+    shape, nan or inf, or another kind (quantised, float8, sparse, on the meta device). The module is then unchanged:
+    nothing is copied before everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
@@ -38,8 +38,8 @@ def load_strict(
     targets, owners = _targets(stored, fuse)
     left_out = [] if skipped is None else skipped
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
-    pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, or a part of it, and the tensor that fills it
-    filled: dict[str, set[str]] = {}  # parameter -> names of the tensors that fill it: its own, or its parts'
+    pairs: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter (or a part of it) and the tensor that fills it
+    filled: dict[str, set[str]] = {}  # parameter -> the names of the tensors that fill it or its parts
     for checkpoint_name, tensor in named_tensors(weights):
         if re.match(skip, checkpoint_name):
             left_out.append(checkpoint_name)
@@ -84,7 +84,7 @@ def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
-    """Return the parameters without any tensor, then the missing parts of others."""
+    """Return the parameters without any tensor, then the missing parts of the others."""
     missing = [name for name in stored if name not in filled]
     for owner, names in filled.items():
         if owner not in names:
@@ -104,7 +104,7 @@ def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 
 def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str | None:
-    """Return why `tensor` cannot fill `target`, or None if it can."""
+    """Return the reason why `tensor` cannot fill `target`, or None if it can."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}, expected a torch.Tensor"
     if tensor.shape not in (target.shape, kernel_shape):
@@ -126,7 +126,7 @@ def config_values(
     """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
     For the config of a whole model, its `vision_config` is used. activation: the tower's; ValueError if `hidden_act`
-    requires another (None: not checked). aliases: other names of fields.
+    requires another (None: not checked). aliases: alternative names of fields.
     """
     values = config_dict(config)
     values = dict(values.get("vision_config", values))

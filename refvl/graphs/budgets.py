@@ -8,7 +8,8 @@ computes the whole budget, however full it is; the unused share is the padding w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from refvl.checks import check_positive_int
+from refvl.arguments import as_sequence
+from refvl.checks import check_int, check_positive_int, check_positive_ints
 from refvl.graphs.packing import Capacity, greedy, pack
 
 PACKERS = {"greedy": greedy, "optimal": pack}
@@ -32,7 +33,7 @@ class Batch:
     indices: tuple[int, ...]
     budget: int | None
     path: str = field(default="", repr=False)
-    tokens: int = field(default=0, repr=False, compare=False)  # follows from the indices
+    tokens: int = field(default=0, repr=False, compare=False)  # derived from the indices, so it is not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
     >>> generate_budgets(64, 600)
     [64, 128, 256, 512, 600]
     """
-    check_positive_int(min_budget, "min_budget")
-    check_positive_int(max_budget, "max_budget")
+    min_budget = check_positive_int(min_budget, "min_budget")
+    max_budget = check_positive_int(max_budget, "max_budget")
     budgets = []
     while min_budget < max_budget:
         budgets.append(min_budget)
@@ -92,10 +93,11 @@ def infer_limits(
     large budgets they are fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do not hold. Upstream: the
     constructor of `EncoderCudaGraphManager`.
     """
-    if check_positive_int(min_budget, "min_budget") > check_positive_int(max_budget, "max_budget"):
+    min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
+    if min_budget > max_budget:
         raise ValueError(f"min_budget: must not exceed max_budget, got {min_budget} and {max_budget}")
     if max_items is not None:
-        check_positive_int(max_items, "max_items")
+        max_items = check_positive_int(max_items, "max_items")
     if budgets is not None:
         budgets = _check_budgets(budgets)
     else:
@@ -120,7 +122,7 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, limited by `max_frames`
+    output_tokens: tokens of each item (an item may be empty). frames: frames of each item, limited by `max_frames`
     per batch (optional). policy "greedy": fill a batch with sorted items while they fit the largest budget;
     "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items. For more items,
     it is a bounded search that is never worse than the best cut of the sorted items into consecutive batches.
@@ -150,7 +152,7 @@ def plan_batches(
 def pack_items(
     sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
 ) -> list[Batch]:
-    """Return `plan_batches` of numbers that have been checked. sizes: (patch rows, output tokens, frames) by index.
+    """Compute `plan_batches` without its checks. sizes: (patch rows, output tokens, frames) by index.
 
     Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits both.
     """
@@ -159,7 +161,7 @@ def pack_items(
     fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
     packed = [[place] for place in range(len(fitting))]
-    if len(fitting) > 1:  # a single item shares with no other
+    if len(fitting) > 1:  # a single item shares its replay with no other
         packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
     groups = [[fitting[place] for place in group] for group in packed]
@@ -186,7 +188,7 @@ def plan_paired_batches(
     ...                     {"local": [81, 162, 324], "global": [169, 338]}, 8)
     [PairedBatch(indices=(1, 0), budgets={'local': 162, 'global': 338})]
     """
-    check_positive_int(max_items, "max_items")
+    max_items = check_positive_int(max_items, "max_items")
 
     def smallest_budgets(indices: Sequence[int]) -> dict[str, int | None]:
         tokens = {path: sum(path_tokens[i].get(path, 0) for i in indices) for path in budgets}
@@ -227,11 +229,13 @@ def check_policy(policy: str, allowed: Sequence[str]) -> None:
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
     """Return budgets sorted, each once; raise if one is not a positive integer or there is none."""
-    checked = sorted({check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(budgets)})
+    checked = sorted(
+        {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(as_sequence(budgets, "budgets"))}
+    )
     if not checked:
         raise ValueError("budgets: expected at least one, got none")
     return checked
 
 
 def _check_counts(counts: Sequence[int], name: str) -> list[int]:
-    return [count if count == 0 else check_positive_int(count, f"{name}[{i}]") for i, count in enumerate(counts)]
+    return [check_int(count, f"{name}[{i}]", 0) for i, count in enumerate(as_sequence(counts, name))]

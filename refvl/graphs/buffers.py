@@ -2,7 +2,7 @@
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
 capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
-previous batch remains; a field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
+previous batch remains. A field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
 are capacities, which a batch must not exceed.
 
     rule          what follows the contents
@@ -72,7 +72,7 @@ def fill_metadata(buffers, metadata) -> None:
     padding rule, ValueError if a value exceeds the captured capacity.
     """
     together = []
-    for fill in list(_fills(buffers, metadata)):  # a list, so that a field that cannot be filled raises first
+    for fill in list(_fills(buffers, metadata)):  # a list, so a field that cannot be filled raises first
         if _is_in_words(fill):
             together.append(fill)
         else:
@@ -108,7 +108,7 @@ def _is_in_words(fill: Fill) -> bool:
 def _fill_together(fills: list[Fill]) -> None:
     """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
 
-    One more kernel clears all rests that are zero. A kernel each continues the cumulative lengths.
+    One more kernel clears all remainders that are padded with zeros. The cumulative lengths need one kernel each.
     """
     copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
     padded = [fill for fill in fills if len(fill.rest)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
 
-Pool = Any  # the result of `torch.cuda.graph_pool_handle`: a pair of integers, of a type that is private to torch
+Pool = Any  # the result of `torch.cuda.graph_pool_handle`, a pair of integers whose type is private to torch
 
 
 class CudaGraph:
@@ -51,7 +51,7 @@ class CudaGraph:
                         ),
                     ):
                         output = function()
-            finally:  # after a failure, too, the warm-up's inputs may be freed
+            finally:  # the warm-up's inputs may be freed even after a failure
                 current.wait_stream(self.stream)
         self.output = output
         return output
@@ -95,7 +95,7 @@ def _check_capturable(function: Callable[[], Tensor]) -> None:
 
     def note(message, *args, **kwargs) -> None:
         if threading.get_ident() == thread and "called a synchronizing CUDA operation" in str(message):
-            waits.append(str(message))  # and not torch's one-time remark that the mode is a prototype
+            waits.append(str(message))  # torch's one-time remark that the mode is a prototype is left out
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -37,9 +37,9 @@ from refvl.graphs.recorder import TraceGraph
 from refvl.graphs.weights import baked_in, has_hooks
 
 BACKENDS = ("cuda", "trace")
-MIN_BUDGET = 64  # tokens: an image of 224 px
+MIN_BUDGET = 64  # in tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
-MAX_UNITS = 64  # squares in the largest inferred graph; if squares have many tokens, MAX_BUDGET is the limit
+MAX_UNITS = 64  # squares in the largest inferred graph; MAX_BUDGET is the limit if squares have many tokens
 
 Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
 Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
@@ -239,7 +239,7 @@ class EncoderGraphManager:
         sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
         with self._lock:
             if not self.captured:
-                self.capture()  # `run` notices if the weights have moved since, and plans again
+                self.capture()  # `run` notices if the weights have moved since then, and plans again
             weights = self._weights
         batches = self._without_hooks(self._pack(sizes, len(layouts)))
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]

@@ -24,14 +24,14 @@ import numpy as np
 
 Item = tuple[int, int, int]
 Group = list[int]
-Value = tuple[int, int]  # sum of budgets, number of groups: a packing is better if this is smaller
+Value = tuple[int, int]  # (sum of budgets, number of groups): the packing with the smaller value is better
 
 EXACT_ITEMS = 12
-SEARCHED_ITEMS = 10  # how many of a larger number are searched together
-ROUNDS = 8  # and how many times
-MISSES = 16  # items that a fill may try in vain, because their frames or rows do not fit
-COUNT_BASE = 2**8  # more than the groups of a search: a cost is (summed budgets) * COUNT_BASE + (number of groups)
-NEVER = 2**60  # more than any cost
+SEARCHED_ITEMS = 10  # a search covers this many of a larger number of items
+ROUNDS = 8  # the number of such searches
+MISSES = 16  # a fill may skip this many items whose frames or rows do not fit
+COUNT_BASE = 2**8  # above the groups of any search: a cost is (summed budgets) * COUNT_BASE + (number of groups)
+NEVER = 2**60  # above the cost of any packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     level = np.maximum(np.searchsorted(capacity.budgets, tokens), np.searchsorted(capacity.max_rows, rows))
     most = np.array([capacity.frames_at(i) for i in range(len(capacity.budgets) + 1)])[level]
     fits = (members.sum(1) <= capacity.max_items) & (frames <= most) & (level < len(capacity.budgets))
-    costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)  # each set as one group
+    costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)  # every set as one group
     best = np.zeros_like(costs)
     for last in (1 << i for i in range(len(items))):
         others, parts, starts = _subsets(last)
@@ -182,7 +182,7 @@ def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
         fills = [_fill_one(items, left, capacity, level) for level in range(smallest, len(capacity.budgets))]
         _, _, places = min(fills)
         groups.append([left[place] for place in places])
-        for place in places:  # from the last to the first
+        for place in places:  # largest item first: from the last to the first
             del left[place]
     return groups
 

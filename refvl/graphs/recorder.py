@@ -32,7 +32,7 @@ READ_BACK = (
 )  # fmt: skip
 FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 ATEN = torch.ops.aten
-ONE_CAPTURE = Lock()  # for the whole process: modes belong to their thread, but torch's tables of operations do not
+ONE_CAPTURE = Lock()  # one lock for the process: a mode belongs to its thread, but torch's tables of operations do not
 INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default)
 
 
@@ -48,7 +48,7 @@ class Operation:
     args: tuple
     kwargs: dict
     outputs: tuple[Tensor, ...]
-    module: nn.Module | None = None  # the module whose forward called it
+    module: nn.Module | None = None  # the module whose forward called the operation
 
     def reads(self, *tensors: Tensor) -> bool:
         """Return whether an argument is in the memory of one of `tensors`; views of a tensor count as the tensor."""
@@ -63,7 +63,7 @@ class Operation:
     def replay(self) -> None:
         results = _tensors(self.function(*self.args, **self.kwargs))
         for kept, new in zip(self.outputs, results, strict=True):
-            if new.data_ptr() != kept.data_ptr():  # equal if it wrote in place
+            if new.data_ptr() != kept.data_ptr():  # the addresses are equal if it wrote in place
                 kept.copy_(new)
 
     def __str__(self) -> str:
@@ -93,7 +93,10 @@ class TraceGraph:
         return output
 
     def replay(self) -> Tensor:
-        """Run the recorded operations on the buffers' current contents; return the output at its captured address."""
+        """Run the recorded operations on the buffers' current contents; return the output at its captured address.
+
+        The output has the shape that it had in the capture. Raises CaptureError without a capture.
+        """
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
         with torch.inference_mode():
@@ -120,7 +123,7 @@ def refuse_read_back():
 
 def _uncompiled() -> AbstractContextManager:
     """Run compiled code as written, because under a dispatch mode torch would drop it for good."""
-    has_compiler = "torch._dynamo" in sys.modules  # its import takes seconds, and without it nothing is compiled
+    has_compiler = "torch._dynamo" in sys.modules  # importing it takes seconds, and without it nothing is compiled
     return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
@@ -140,7 +143,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # tagged inconsistently because of boolean masks; integers are known
+        is_indexing = function in INDEXING  # the schema is inconsistent for boolean masks; integer indices are known
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
         return function(*args, **(kwargs or {}))
@@ -157,7 +160,7 @@ class _RefuseByName(TorchFunctionMode):
 def _calling_module(frame: FrameType | None) -> nn.Module | None:
     """Return the innermost module with a method on the stack; hooks would find it too, but belong to all threads."""
     while frame is not None:
-        is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading its locals keeps them alive until it returns
+        is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading a frame's locals keeps them alive
         if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
             return module
         frame = frame.f_back

@@ -35,6 +35,6 @@ def has_hooks(encoder: nn.Module) -> bool:
 
 def _modules(encoder: nn.Module) -> list[nn.Module]:
     modules = [encoder]
-    for module in modules:  # grows during the loop; `Module.modules` takes five times as long
+    for module in modules:  # the list grows during the loop; `Module.modules` takes five times as long
         modules += [child for child in module._modules.values() if child is not None]
     return modules

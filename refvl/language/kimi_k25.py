@@ -5,7 +5,7 @@ from torch import Tensor
 
 from refvl.language.model import SequentialTextModel
 
-VISION = r"^(model\.)?(vision_tower|mm_projector)\."  # names of the tower's weights
+VISION = r"^(model\.)?(vision_tower|mm_projector)\."  # regular expression for the tower's weights
 
 
 class KimiK25TextModel(SequentialTextModel):

@@ -26,10 +26,10 @@ KEY_MAPPING = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^llm\.": "",  # MiniCPM-V
 }
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # the names that safetensors uses
-NO_ADAPTER = "no adapter"  # a folder that does not exist, so transformers finds no adapter to attach
-PART = "text model"  # the word for it in errors
-PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # with these, transformers places the weights
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # names of dtypes in safetensors
+NO_ADAPTER = "no adapter"  # this folder does not exist, so transformers finds no adapter to attach
+PART = "text model"  # the name of this part in errors
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers places the weights
 
 
 def load_language_model(
@@ -65,7 +65,7 @@ def load_language_model(
             use_safetensors=True,
             adapter_kwargs={"subfolder": NO_ADAPTER},
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are listed together with the missing ones
+            ignore_mismatched_sizes=True,  # mismatched weights are listed together with the missing ones
             **kwargs,
         )
     model, info = loaded
@@ -119,9 +119,9 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 def _is_finite(weight: Tensor) -> bool:
     """Check the smallest and the largest value, in one pass without a copy; nan becomes both."""
-    packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's, of several tensors
+    packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's weights have parts
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
-        return True  # on disk, or quantised
+        return True  # the weight is on disk, or quantised
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     return all(bool(value.isfinite()) for value in local.aminmax())
 
@@ -148,7 +148,7 @@ def random_language_model(
     **kwargs,
 ) -> CausalTextModel:
     """Build the same model with random weights, at its true shape; on `meta` it needs no memory."""
-    built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # the same values on every device
+    built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # random values are the same on every device
     with torch.device(built_on), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model_class._from_config(text_config, dtype=dtype, **kwargs).eval().to(device)

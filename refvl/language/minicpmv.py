@@ -1,4 +1,4 @@
-"""MiniCPM-V's config.json: one flat object for text, vision and prompts; its `version` tells which keys it has.
+"""MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
 The released files name their own config class in `auto_map`, as code next to the weights, which is never run here.
 `MiniCPMVConfig` reads the same keys and provides the text model's part as the transformers config of its
@@ -41,7 +41,7 @@ class MiniCPMVConfig(PretrainedConfig):
         if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` returns both
             values["rope_parameters"] = text_config.get("rope_parameters")
         text_config = read_text_config(values, text_config_class)
-        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has them
+        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has these
         super().__init__(**(values | {"text_config": text_config}))
 
 

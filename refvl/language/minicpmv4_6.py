@@ -9,7 +9,7 @@ from refvl.language.qwen3_5 import Qwen3_5TextModel
 from refvl.positions.canvas import CanvasMarks, canvas_positions
 from refvl.positions.mrope import MediaSpan
 
-VISION = r"^(model\.)?(vision_tower|merger)\."  # names of the tower's weights
+VISION = r"^(model\.)?(vision_tower|merger)\."  # regular expression for the tower's weights
 
 
 class MiniCPMV4_6TextModel(Qwen3_5TextModel):

@@ -31,7 +31,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # of prompts that are read before `generate`
+    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # the cache for prompts that are read before `generate`
 
     def __init__(self, config):
         super().__init__(config)
@@ -143,7 +143,7 @@ class TokenTimer(BaseStreamer):
         self.device = device
         self.listener = listener
         self.times: list[float] = []
-        self.tokens: list[int] = []  # per call; several new ones if drafts were accepted
+        self.tokens: list[int] = []  # new tokens per call: several if drafts were accepted
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
@@ -177,7 +177,7 @@ def generate(
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
-        if not options["do_sample"]:  # greedy decoding does not use the checkpoint's sampling defaults
+        if not options["do_sample"]:  # greedy decoding ignores the checkpoint's sampling defaults
             options = {"temperature": None, "top_p": None, "top_k": None} | options
     output: Any = GenerationMixin.generate(
         language_model,  # type: ignore[arg-type]  # transformers requires a protocol that its own base class lacks

@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from refvl.language.model import CausalTextModel
 
-READ_AGAIN = 32  # accepted tokens that are re-read together with new drafts; more get a forward of their own
+READ_AGAIN = 32  # re-read at most this many accepted tokens together with new drafts; more get a forward of their own
 
 
 class RewindingCache(DynamicCache):
@@ -20,8 +20,8 @@ class RewindingCache(DynamicCache):
     each forward. `crop` returns to the last copy without a rejected token; the accepted tokens after it are re-read.
     """
 
-    copies: list[tuple[int, dict[int, Any]]] | None = None  # (tokens, linear layers) before each forward since `crop`
-    behind: int = 0  # accepted tokens that have to be re-read
+    copies: list[tuple[int, dict[int, Any]]] | None = None  # (tokens, linear layers' states) before each forward
+    behind: int = 0  # the number of accepted tokens that have to be re-read
 
     def activate_past_recording(self) -> None:
         """Start copying: transformers calls this before it drafts tokens; without drafts nothing is copied."""

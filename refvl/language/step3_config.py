@@ -28,9 +28,9 @@ class Step3TextConfig(PretrainedConfig):
     intermediate_size: int = 18432  # of a dense layer
     num_hidden_layers: int = 61
     num_attention_heads: int = 64
-    num_attention_groups: int = 1  # key-value heads; MFA has one
+    num_attention_groups: int = 1  # the number of key-value heads; MFA has one
     head_dim: int = 256
-    share_q_dim: int = 2048  # rank of the query
+    share_q_dim: int = 2048  # the rank of the query
     max_position_embedding: int = 65536
     rms_norm_eps: float = 1e-5
     rope_parameters: dict | None = None

@@ -144,10 +144,10 @@ class Step3TextAttention(nn.Module):
     def __init__(self, config: Step3TextConfig, layer_idx: int):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
-        self.config = config  # transformers' kernels read it
+        self.config = config  # the attention kernels of transformers read it
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = heads  # transformers' kernels need the number of query heads per key-value head
+        self.num_key_value_groups = heads  # for transformers' kernels: query heads per key-value head
         self.q_proj = nn.Linear(hidden, config.share_q_dim, bias=False)
         self.k_proj = nn.Linear(hidden, self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, self.head_dim, bias=False)
@@ -163,9 +163,9 @@ class Step3TextAttention(nn.Module):
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
-        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # in one pass: half as many kernels
+        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # one pass rotates both: half as many kernels
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
-        if past_key_values is not None:  # from here on, L of keys and values includes the cached tokens
+        if past_key_values is not None:  # from here on, L of keys and values includes cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out_BLHK, weights = attend(self, q_BHLK, k_B1LK, v_B1LK, mask, scaling=self.head_dim**-0.5, **kwargs)
@@ -203,7 +203,7 @@ class Step3TextMoE(nn.Module):
         numbers_E = torch.arange(len(self.gate_proj.weight), device=order.device)
         ends_E = torch.searchsorted(experts_C, numbers_E, right=True, out_int32=True)
         has_grouped_matmul = x_TD.dtype == torch.bfloat16 and is_ampere(x_TD.device)
-        ends = ends_E if has_grouped_matmul else ends_E.tolist()  # the one value that is read back
+        ends = ends_E if has_grouped_matmul else ends_E.tolist()  # the only value that is read back to the host
         x_CD = x_TD[order // self.top_k]
         hidden = F.silu(self.gate_proj(x_CD, ends)) * self.up_proj(x_CD, ends)
         out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, ends))  # in the order of the choice

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 
 from refvl.language.model import SequentialTextModel
 
-VISION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."  # names of the tower's weights
+VISION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."  # the tower's weights
 
 
 class PerceptionEncoderConfig(PretrainedConfig):
@@ -68,11 +68,11 @@ class Step37TextModel(SequentialTextModel):
     _keys_to_ignore_on_load_unexpected = [VISION, r"layers\.(45|46|47)\."]  # noqa: RUF012
 
     def __init__(self, config):
-        from transformers.models.step3p7 import modeling_step3p7  # here: few callers need it
+        from transformers.models.step3p7 import modeling_step3p7  # imported here because few callers need it
 
         config.allow_global_per_layer_attribute_access = True  # `refvl info` reads the heads; sliding layers differ
         PreTrainedModel.__init__(self, config)
-        self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` knows it only as a part of the whole model
+        self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` has no entry for the text model alone
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

@@ -15,13 +15,13 @@ from PIL import Image
 from refvl.pixels.formats import readable_formats
 from refvl.printing import printable
 
-FORMATS = (  # FFmpeg's names of formats that contain their frames; playlists, which name other files, are excluded
+FORMATS = (  # FFmpeg's names of formats that contain their own frames; playlists, which name other files, are excluded
     "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "flv", "live_flv", "mpeg", "mpegts", "mpegvideo", "mjpeg",
     "mjpeg_2000", "m4v", "h261", "h263", "h264", "hevc", "vvc", "av1", "obu", "ivf", "vc1", "ogg", "asf", "mxf", "gxf",
     "nut", "rm", "dv", "wtv", "swf", "yuv4mpegpipe", "dirac", "dnxhd", "cavsvideo", "flic", "gif", "apng",
     "ico", "fits", "bmp_pipe", "exr_pipe", "gif_pipe", "j2k_pipe", "jpeg_pipe", "jpegxl_pipe", "pam_pipe", "pbm_pipe",
     "pcx_pipe", "pgm_pipe", "png_pipe", "ppm_pipe", "psd_pipe", "qoi_pipe", "sgi_pipe", "tiff_pipe", "webp_pipe",
-    "wav", "mp3", "aac", "flac",  # images and sounds are opened only to get clear error messages
+    "wav", "mp3", "aac", "flac",  # images and sounds are opened only for a clear error message
 )  # fmt: skip
 OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # of `av.open`
 
@@ -30,11 +30,11 @@ OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",
 class Listing:
     """The frames of a file as its packets list them, before any is decoded."""
 
-    total: int  # frames that are shown
-    rate: float  # per second; the average if it varies
-    tick: float  # unit of the file's clock, in seconds
-    start: int | None  # tick of the first frame if the rate varies; None: frame i is shown at i / rate
-    is_counted: bool  # the header contains the number of frames, so a missing one is an error
+    total: int  # the number of frames that are shown
+    rate: float  # frames per second; the average if it varies
+    tick: float  # the unit of the file's clock, in seconds
+    start: int | None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
+    is_counted: bool  # whether the header contains the number of frames, so a missing one is an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +43,13 @@ class Packets:
 
     starts: np.ndarray  # (packets,) int64
     lengths: np.ndarray  # (packets,) int64; 0: unknown
-    is_timed: bool  # False: the container has no times, or invented ones
+    is_timed: bool  # False if the container has no times, or invented ones
 
     def seconds(self, tick: float) -> float:
-        """Return the seconds from the first frame to the end of the last, 0 if unknown. tick: its length in seconds.
+        """Return the seconds from the first frame to the end of the last, 0 if unknown. tick: the length of a tick in
+        seconds.
 
-        A last frame without a length counts as the mean of the others.
+        A last frame without a length counts as long as the mean of the others.
         """
         if not self.is_timed:
             return 0.0
@@ -75,7 +76,7 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     """
     (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
     is_turned = abs(b) + abs(c) > abs(a) + abs(d)
-    to_x, to_y = (c, b) if is_turned else (a, d)  # the factors of the result's axes
+    to_x, to_y = (c, b) if is_turned else (a, d)  # the factors of the axes of the result
     others = (a, d) if is_turned else (b, c)
     if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
         raise ValueError(f"video: {name} has a display matrix that is not a quarter turn; rotate the video itself")
@@ -98,7 +99,7 @@ def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
     if not seconds:
         raise ValueError(f"video: {name} has no frame rate in its header or packets")
     if "mp4" in container.format.name and stream.duration:
-        seconds = stream.duration * tick  # in these files a packet lasts until the next is decoded, not shown
+        seconds = stream.duration * tick  # here a packet lasts until the next one is decoded, not shown
     return Listing(total, total / seconds, tick, int(packets.starts.min()), stream.frames > 0)
 
 
@@ -111,7 +112,7 @@ def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
         raise ValueError(f"video: {name} has no frames that can be decoded")
     if listing.is_counted:
         raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
-    scale = 1.0 if listing.start is None else decoded / listing.total  # the duration stays the same
+    scale = 1.0 if listing.start is None else decoded / listing.total  # the duration is the same for fewer frames
     return replace(listing, total=decoded, rate=listing.rate * scale)
 
 
@@ -138,7 +139,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     if frames < stream.frames - 1 and rate:
         promised = stream.frames / rate
-        if "mp4" in container.format.name and stream.duration:  # without the frames that an edit list hides
+        if "mp4" in container.format.name and stream.duration:  # frames that an edit list hides do not count
             promised = float(stream.duration * stream.time_base)
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:

@@ -10,7 +10,8 @@
     CropLayout               rows x columns of crops
 
 In the prompt the crops come first, each between two special tokens, with a newline token after every row of crops but
-the last; then the overview between two. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
+the last. The overview follows, also between two special tokens. Upstream: `ImagePatcher` and `Step3VisionProcessor`
+(vLLM).
 """
 
 from dataclasses import dataclass
@@ -28,24 +29,24 @@ from refvl.pixels.images import load_image
 from refvl.pixels.settings import check_preprocessing, known_fields
 from refvl.pixels.strips import resize_as_square
 
-MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
-SQUARE_RATIO = 1.5  # for a small image up to this ratio the overview is enough
-SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets a window of its own
+MIN_SIDE, THIN_RATIO = 32, 4  # an image with a shorter side and a larger ratio is padded to a square
+SQUARE_RATIO = 1.5  # the overview is enough for a small image up to this ratio
+SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
 
 
 @dataclass(frozen=True, slots=True)
 class CropConfig:
     """The rule for cutting an image. The defaults are the constants of the released model; sides are in pixels."""
 
-    image_size: int = 728  # the side of the overview
+    image_size: int = 728  # the side of the overview in pixels
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
-    max_crops: int = 128  # more are refused: a strip one pixel wide would be cut into thousands
+    max_crops: int = 128  # more are refused, because a strip one pixel wide would be cut into thousands
     enable_crops: bool = True  # False: only overviews
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    understand_projector_stride: int = 2  # of the encoder's first convolution after the tower
+    understand_projector_stride: int = 2  # the stride of the encoder's first convolution after the tower
 
     def __post_init__(self):
         check_preprocessing(self)
@@ -90,7 +91,7 @@ RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """The numbers of rows and columns of crops of an image; (0, 0) for none. The overview is always added."""
+    """The numbers of rows and columns of crops of an image; (0, 0) if there are none. The overview is always added."""
 
     rows: int
     columns: int
@@ -116,9 +117,9 @@ class CropPlan:
     """The sizes of an image's overview and crops, before a pixel is touched; sizes are (width, height) in pixels."""
 
     padded: tuple[int, int]
-    resized: tuple[int, int]  # the source of the overview
-    window: int  # the side of the windows on the canvas; 0 without crops
-    canvas: tuple[int, int]  # the image from which the windows are cut
+    resized: tuple[int, int]  # the size of the source of the overview
+    window: int  # the side of the windows on the canvas; 0 if there are none
+    canvas: tuple[int, int]  # the size of the image from which the windows are cut
     layout: CropLayout
 
     @property
@@ -165,7 +166,7 @@ def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
 
-    scale = min(1.0, config.max_side / long)  # 4236 px become 3023 if max_side is 3024
+    scale = min(1.0, config.max_side / long)  # with max_side=3024, 4236 px become 3023
     width, height = (max(1, int(side * scale)) for side in padded)
     resized = (width, height)
 
@@ -249,7 +250,7 @@ def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropL
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
     squares.append(prepare_pixels(overview, config.image_size, config))
     P = config.patch_size
-    rows = [F.unfold(square_CSS, P, stride=P).T for square_CSS in squares]  # as `square_patch_rows`, one at a time
+    rows = [F.unfold(square_CSS, P, stride=P).T for square_CSS in squares]  # as in `square_patch_rows`, one by one
     return torch.cat(rows), plan.layout
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 from PIL import Image, ImageFile
 
-_NEVER_DECODED = {"EPS", "MPEG"}  # Ghostscript, another program, draws EPS; Pillow reads only the size of MPEG
+_NEVER_DECODED = {"EPS", "MPEG"}  # Ghostscript draws EPS, outside Pillow; of MPEG, Pillow reads only the size
 
 
 @cache

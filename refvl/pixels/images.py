@@ -20,7 +20,7 @@ from refvl.pixels.formats import readable_formats
 from refvl.pixels.levels import as_uint8, channels_last, grey_levels
 from refvl.printing import printable
 
-_TO_UPRIGHT = {  # key: the EXIF orientation, how the camera was held; 1 is upright
+_TO_UPRIGHT = {  # the EXIF orientation, that is, how the camera was held (1 is upright) -> the operation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
@@ -29,14 +29,14 @@ _TO_UPRIGHT = {  # key: the EXIF orientation, how the camera was held; 1 is upri
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on what is decoded, checked before memory is allocated; you can raise a limit that is in the way.
+    """Limits on decoding, checked before memory is allocated; you can raise a limit that is in the way.
 
     Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as many.
     To go beyond that, raise both.
     """
 
-    max_image_pixels: int = 2**26  # width x height of a file's image or frame: 8192 x 8192, 201 MB as RGB
-    max_video_bytes: int = 2**31  # of the frames of a video that are kept, 3 bytes per pixel
+    max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
+    max_video_bytes: int = 2**31  # bytes of the frames that are kept of a video, 3 per pixel
 
     def __post_init__(self):
         check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
@@ -53,11 +53,11 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
     The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
-    transparent pixels. Of an animation, the first frame is read.
+    transparent pixels. An animation is read as its first frame.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not tell how many bits
-    its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255, and
-    as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not record how many
+    bits its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255,
+    and as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
 
     Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
     is truncated, larger than `limits` or not an image. Also ValueError for levels outside those ranges, an array of a
@@ -78,7 +78,7 @@ def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Imag
     """Open a file or its bytes as an image, not yet decoded. name: the file, for the error if Pillow cannot read it."""
     try:
         return Image.open(source, formats=readable_formats())
-    except Exception as error:  # a plugin may raise anything
+    except Exception as error:  # plugins may raise errors of any kind
         raise refusals.not_a_picture(name, error, limits.max_image_pixels) from error
 
 
@@ -87,7 +87,7 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
     pixels = image.width * image.height
     if pixels <= 1:
         raise refusals.nothing_to_see(f"image: {name}", image.width, image.height)
-    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # in memory they are decoded
+    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # images in memory are decoded
         raise refusals.too_many_pixels(f"image: {name}", image.width, image.height, limits.max_image_pixels)
     try:
         image.load()
@@ -95,9 +95,9 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
         raise refusals.caused(f"image: {name} is truncated or damaged", error) from error
 
     rotation = None
-    with suppress(Exception):  # an EXIF block that is damaged in any way; the pixels are intact
+    with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact
         rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
+    if image.mode.startswith("I") or image.mode == "F":  # grey with more than 8 bits
         image = Image.fromarray(as_uint8(grey_levels(image, name), f"image: {name}"))
     try:
         if image.has_transparency_data:
@@ -107,7 +107,7 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
         raise refusals.caused(f"image: {name} cannot be converted to RGB", error) from error
     if rotation is not None:
         image = image.transpose(rotation)
-    image.info = {"source": origin} if origin else {}  # without EXIF, so nothing rotates it again
+    image.info = {"source": origin} if origin else {}  # the EXIF block is dropped, so nothing rotates the image again
     return image
 
 

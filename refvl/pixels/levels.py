@@ -48,7 +48,7 @@ def as_uint8(array: np.ndarray, what: str) -> np.ndarray:
         return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
     if array.dtype.kind != "f":
         raise ValueError(f"{what}: expected dtype uint8, uint16 or float, got {array.dtype}")
-    if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
+    if array.size and not (array.min() >= 0 and array.max() <= 1):  # this form also fails for NaN
         raise ValueError(
             f"{what}: expected floats in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
             "for example by 1 / 255, and pass the array"

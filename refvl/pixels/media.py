@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from refvl.arguments import MAX_FRAMES
 from refvl.checks import check_positive, check_positive_int, check_positive_ints
 from refvl.pixels import containers, refusals
 from refvl.pixels.containers import Listing, Packets
@@ -33,7 +34,7 @@ from refvl.pixels.spill import frames_on_disk
 from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # bytes of a video's frames; larger ones are kept in a file
+FRAMES_IN_MEMORY = 2**24  # in bytes: larger arrays of a video's frames are kept in a file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
@@ -43,13 +44,13 @@ class Video:
     """The sampled frames of a video and their positions in it."""
 
     frames: np.ndarray  # (T, H, W, 3) uint8
-    fps: float  # of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
-    source_fps: float  # if the rate varies, the average: total_num_frames / duration
-    indices: tuple[int, ...]  # of the sampled frames, among total_num_frames
+    fps: float  # the rate of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
+    source_fps: float  # the rate of the file; if it varies, the average total_num_frames / duration
+    indices: tuple[int, ...]  # the sampled frames, among total_num_frames
     total_num_frames: int
-    duration: float  # seconds, of the whole video
-    seconds: tuple[float, ...] | None = None  # of the sampled frames if the rate varies; None: index / source_fps
-    source: str = ""  # the file of the video
+    duration: float  # the length of the whole video in seconds
+    seconds: tuple[float, ...] | None = None  # times of the sampled frames if the rate varies; None: index / source_fps
+    source: str = ""  # the file that contains the video
 
     @property
     def timestamps(self) -> list[float]:
@@ -72,24 +73,24 @@ def sample_frame_indices(
 
     The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
     (num_frames to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point: there, some lengths give one index past the
+    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. There, some lengths give one index past the
     end (61 frames at num_frames=14), and beyond 16,000 frames some indices are one later. A video shorter than
     temporal_patch_size, which fails there, keeps its frames.
 
-    Raises ValueError if both fps and num_frames are given, or more frames are requested than there are, TypeError for
-    limits that are not integers.
+    Raises ValueError if both fps and num_frames are given, if more frames are requested than there are, or if there are
+    more than `MAX_FRAMES`; TypeError for limits that are not integers.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
     """
-    total, step, min_frames, max_frames = check_positive_ints(
-        total_num_frames=total_num_frames, temporal_patch_size=temporal_patch_size,
-        min_frames=min_frames, max_frames=max_frames,
-    )  # fmt: skip
+    limits = {"temporal_patch_size": temporal_patch_size, "min_frames": min_frames, "max_frames": max_frames}
+    total, step, min_frames, max_frames = check_positive_ints(total_num_frames=total_num_frames, **limits)
+    if total > MAX_FRAMES:
+        raise ValueError(f"total_num_frames: must be at most {MAX_FRAMES:,}, got {total:,}")
     if num_frames is not None:
         if fps is not None:
             raise ValueError(f"fps, num_frames: expected one of them, got fps={fps} and num_frames={num_frames}")
-        if check_positive_int(num_frames, "num_frames") > total:
+        if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
             raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:
@@ -156,7 +157,7 @@ def _read_clip(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
     """Read the frames of a file that `sample` chooses. source_fps: a rate that overrides the file's own times."""
-    import av  # here, because its libraries take a while to load
+    import av  # imported here because its libraries take a while to load
 
     name = str(source)
     if not os.path.isfile(source) or refusals.URL.match(name):

@@ -37,7 +37,7 @@ class PaddedPatchConfig(PatchConfig):
     max_pixels: int = 16384 * 14**2
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    max_side: int = 512  # patches; `size.max_height` of the files
+    max_side: int = 512  # in patches; `size.max_height` in the files
     chunk_frames: int = 4  # `temporal_patch_size` of the files
 
     def __post_init__(self):

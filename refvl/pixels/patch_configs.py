@@ -13,12 +13,12 @@ from refvl.pixels.patches import MAX_ASPECT_RATIO, PatchConfig
 class Glm4vPatchConfig(PatchConfig):
     """GLM's rule: budgets are areas over all frames; an image counts as `temporal_patch_size` frames."""
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: for all frames
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it counts all frames
 
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # seconds; GLM-4.1V spreads the frames of longer videos
+    max_duration: float = 300.0  # in seconds; GLM-4.1V spreads the frames of a longer video
 
     @property
     def max_image_tokens(self) -> int:
@@ -26,7 +26,7 @@ class Glm4vPatchConfig(PatchConfig):
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return `smart_resize_video` of the frames after padding."""
+        """Apply `smart_resize_video` to the frames after padding."""
         frames = self.padded(num_frames)
         return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, self.max_pixels)
 
@@ -132,7 +132,7 @@ def smart_resize_video(
 def fit_clip(
     num_frames: int, height: int, width: int, temporal_factor: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return `smart_resize_video` of sizes that have been checked, for at least temporal_factor frames.
+    """Compute `smart_resize_video` for sizes that are already checked and at least temporal_factor frames.
 
     This differs from `fit_budget` in the areas. The budget is compared with the area of all frames in whole steps of
     the grid, and the scale comes from the area of `num_frames` frames.

@@ -39,13 +39,13 @@ MAX_ASPECT_RATIO = 200
 class PatchConfig:
     """The rule by which pixels become patch rows. Defaults are transformers' for an image; `for_video` has a video's.
 
-    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video: each frame
+    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
     gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
     Released checkpoints set the image budget, 16,384 tokens, for every frame. The reference implementation
     (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) leaves it off unless it is requested.
     """
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, and a limit on the whole video
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, plus a limit on the whole video
         "min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True,
     }  # fmt: skip
 
@@ -59,7 +59,7 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # the sampling rate of videos, see refvl.pixels.media
+    fps: float = 2.0  # frames per second that are sampled from a video, see refvl.pixels.media
     min_frames: int = 4
     max_frames: int = 768
 
@@ -99,7 +99,7 @@ class PatchConfig:
         return self.target_size(*check_positive_ints(height=height, width=width, num_frames=num_frames))
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return `fit` of sizes that have been checked."""
+        """Compute `fit` for sizes that are already checked."""
         return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
@@ -146,7 +146,7 @@ def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1)
 
 
 def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """Return `plan_grid` of sizes that have been checked."""
+    """Compute `plan_grid` for sizes that are already checked."""
     new_height, new_width = config.target_size(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size
@@ -217,7 +217,7 @@ class Levels:
     """
 
     values: Tensor  # (N, C, 1 or Tp, P*P) uint8
-    table: Tensor  # (C, 256) float32: the value of each level
+    table: Tensor  # (C, 256) float32: the normalised value of each level
     frames: int = 1  # Tp
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ class Levels:
         """Return the encoder's rows, (N, C*Tp*P*P) float32."""
         N, C, _, values = self.values.shape
         rows = np.empty((N, C, self.frames, values), np.float32)
-        for channel, of_level in enumerate(self.table.numpy()):  # "clip" avoids the check of each index
+        for channel, of_level in enumerate(self.table.numpy()):  # "clip" saves a check of each index
             rows[:, channel] = of_level.take(self.values[:, channel].numpy(), mode="clip")
         return torch.from_numpy(rows).flatten(1)
 
@@ -238,7 +238,7 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
     config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
-    The two backends agree only to about 1e-6, so this offers both orders of rounding: the Pillow backend rescales in
+    The two backends agree only to about 1e-6, so this offers both orders of rounding. The Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
@@ -253,7 +253,7 @@ class Patches:
     """One media item, patchified: the encoder's input and its source."""
 
     source: Image.Image | Video
-    rows: Levels | Tensor  # of N patches; a tensor if pixels are normalised before they are cut
+    rows: Levels | Tensor  # the N patch rows; a tensor if pixels are normalised before they are cut
     layout: Any  # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     media_tokens: Any  # a `MediaTokens`: the item as the language model sees it
 

@@ -10,7 +10,7 @@ from PIL import Image
 from refvl.printing import printable
 
 URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
-PLAIN = re.compile(r"[ -~]{,240}")  # file names that `printable` does not change
+PLAIN = re.compile(r"[ -~]{,240}")  # `printable` does not change these names
 
 
 def not_a_file(source: str | Path, kind: str) -> Exception:
@@ -22,7 +22,7 @@ def not_a_file(source: str | Path, kind: str) -> Exception:
         mode = os.stat(source).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return FileNotFoundError(f"{kind}: no such file: {name}")
-    except (OSError, ValueError) as error:  # too long, not permitted, or with a zero byte
+    except (OSError, ValueError) as error:  # the path is too long, not permitted, or has a zero byte
         return ValueError(f"{kind}: {name} cannot be opened ({getattr(error, 'strerror', error)})")
     what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
     return ValueError(f"{kind}: expected a file, got the {what} {name}")

@@ -8,14 +8,14 @@ from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
 
-LARGEST_SETTING = 2**40  # for any integer: a float holds its square exactly, and loops over it end
-AREAS = (  # fields whose product is the area of an image that preprocessing makes from any input
+LARGEST_SETTING = 2**40  # of any integer: a float represents its square exactly, and loops up to it end
+AREAS = (  # products of fields that give the area of an image that preprocessing makes from any input
     ("min_pixels",), ("image_size",) * 2, ("crop_size", "crop_size", "max_crops"),
     ("scale_resolution", "scale_resolution", "max_slice_nums"), ("patch_size", "patch_size", "max_slice_nums"),
     ("patch_size", "merge_size", "patch_size", "merge_size", "temporal_patch_size"),
     ("patch_size", "merge_size", "patch_expand_factor") * 2,
 )  # fmt: skip
-LARGEST_IMAGE = 2**26  # px that settings alone may require; `MediaLimits` limits images from files
+LARGEST_IMAGE = 2**26  # in px, required by settings alone; `MediaLimits` limits images from files
 
 
 def check_preprocessing(config) -> None:

@@ -35,7 +35,7 @@ from refvl.pixels.patches import Levels, level_table
 from refvl.pixels.settings import check_preprocessing, known_fields
 
 Size = tuple[int, int]
-NO_TIME = -1  # the temporal id of an image
+NO_TIME = -1  # the temporal id of an image's slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class SliceConfig:
     """The rule for slicing images. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
-    scale_resolution: int = 448  # the side of a square with the area of a slice
+    scale_resolution: int = 448  # the side in pixels of a square with the area of a slice
     patch_size: int = 14
-    multiple: int = 1  # sides are multiples of this many patches; 2 or 4 if patches are merged
-    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to a patch, so its area would grow without limit
+    multiple: int = 1  # sides are multiples of this number of patches, 2 or 4 if patches are merged
+    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to one patch, so its area would grow without limit
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -104,8 +104,8 @@ class SlicePlan:
     """Sizes of an image's overview and slices, before a pixel is touched."""
 
     overview: Size  # pixels, (width, height)
-    grid: Size | None  # (columns, rows); None: the overview only
-    cell: Size | None  # pixels of each slice
+    grid: Size | None  # (columns, rows); None if the overview is enough
+    cell: Size | None  # the size of each slice in pixels
     patch_size: int
     layout: SliceLayout  # the overview, then every slice, each as a group of its own
 
@@ -166,7 +166,7 @@ def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     log_ratio = math.log(width / height)
     numbers = [n for n in (wanted - 1, wanted, wanted + 1) if 1 < n <= config.max_slice_nums]
     grids = [(columns, n // columns) for n in numbers for columns in range(1, n + 1) if n % columns == 0]
-    return min(grids, key=lambda grid: abs(log_ratio - math.log(grid[0] / grid[1])))  # the first one on ties
+    return min(grids, key=lambda grid: abs(log_ratio - math.log(grid[0] / grid[1])))  # ties go to the first grid
 
 
 def fit_area(width: int, height: int, config: SliceConfig) -> Size:

@@ -8,14 +8,14 @@ import numpy as np
 
 
 def frames_on_disk(shape: tuple[int, ...], what: str) -> np.ndarray:
-    """Return an uninitialised uint8 array in a temporary file without a name. what: the video, for the error.
+    """Return an uninitialised uint8 array in a temporary file without a name. what: the video, for the error message.
 
     Raises OSError if the disk has too little space.
     """
     size = math.prod(shape)
     try:
         with tempfile.TemporaryFile() as file:
-            if hasattr(os, "posix_fallocate"):  # makes a full disk an error here, not a crash while it is written
+            if hasattr(os, "posix_fallocate"):  # then a full disk is an error here and not a crash during writing
                 os.posix_fallocate(file.fileno(), 0, size)
             file.truncate(size)
             return np.memmap(file, np.uint8, "r+", shape=shape)

@@ -36,7 +36,7 @@ def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
         centre = (i + 0.5) * scale
         first, end = max(0, int(centre - scale + 0.5)), min(side, int(centre + scale + 0.5))
         weights = np.clip(1 - np.abs((np.arange(first, end) - centre + 0.5) / scale), 0, None)
-        weights /= weights.cumsum()[-1]  # summed in order, as Pillow does
+        weights /= weights.cumsum()[-1]  # the weights are summed in Pillow's order
         total = np.full(rows.shape[1:], 1 << 21, np.int32)
         for row, weight in zip(rows[first:], weights, strict=False):
             total += row * np.int32(0.5 + weight * (1 << 22))

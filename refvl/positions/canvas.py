@@ -40,8 +40,8 @@ def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMar
     """
     ids = ids_L.tolist()
     positions_3L = torch.arange(len(ids)).repeat(3, 1)
-    index = 0  # of the next token
-    position = 0  # the position of that token
+    index = 0  # the index of the next token
+    position = 0  # the position of the next token
     for overview, *slices in _frames(ids, spans, marks):
         start = overview.offset - 1
         end = (slices or [overview])[-1].offset + (slices or [overview])[-1].num_tokens
@@ -78,7 +78,7 @@ def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[M
         height, width = len(slices) // columns * slices[0].h, columns * slices[0].w
 
     start, end = overview.offset, overview.offset + overview.num_tokens
-    positions_3L[:, start - 1 :] = origin  # separators in between, unless they are set below
+    positions_3L[:, start - 1 :] = origin  # this sets the separators, too
     positions_3L[1:, start - 1] = max(origin - 1, 0)
     positions_3L[1:, start:end] = origin + _grid(overview, height, width)
     if end < positions_3L.shape[1]:

@@ -1,10 +1,10 @@
 """EVS: which video tokens are kept, and their positions.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that changed since the frame before. A token
-that stayed the same adds little, because its predecessor in the same cell contains the same information. This module
-works on merged embeddings of any width, as serving engines do.
+Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that have changed since the previous frame. A
+token that has not changed adds little, because its predecessor in the same cell contains the same information. This
+module works on merged embeddings of any width, as serving engines do.
 
-A kept token keeps its position in the whole video, and so does all later text: the pruned layout is exactly the full
+A kept token keeps its position in the whole video, and so does all later text. The pruned layout is exactly the full
 layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
 channels they would be rounded above 256).
 """
@@ -15,11 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import check_floats, check_number, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.arguments import MAX_FRAMES, as_grids, as_list, check_count
+from refvl.checks import (
+    blame,
+    check_floats,
+    check_int,
+    check_integers,
+    check_number,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_values,
+)
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
-ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; a cosine distance never exceeds 2
+ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances never exceed 2
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
@@ -32,8 +42,8 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     >>> compute_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.5)
     256
     """
-    check_positive_int(tokens_per_frame, "tokens_per_frame")
-    total = tokens_per_frame * check_positive_int(num_frames, "num_frames")
+    tokens_per_frame = check_count(tokens_per_frame, "tokens_per_frame")
+    total = tokens_per_frame * check_count(num_frames, "num_frames", MAX_FRAMES)
     return max(tokens_per_frame, int(total * (1 - check_pruning_rate(q))))
 
 
@@ -104,7 +114,7 @@ def recompute_mrope_positions(
     """Update the positions of a pruned prompt whose media arrive in pieces, for chunked prefill.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
-    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens; a piece never spans two
+    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens. A piece never spans two
     items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
     unpruned layout, are cut off. num_computed_tokens: how many tokens of the prompt are done; they are not changed.
 
@@ -113,13 +123,21 @@ def recompute_mrope_positions(
     arrived yet have provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
     not an integer from 0 to `MAX_POSITION`.
     """
-    ids = torch.as_tensor(input_ids).flatten().cpu()
+    with blame("input_ids"):
+        ids = torch.as_tensor(input_ids).flatten().cpu()
+        ids = check_integers(ids, "ids") if ids.numel() else ids
     _check_positions(check_shape(mrope_positions, (3, "at least L"), "mrope_positions"), "mrope_positions")
     if mrope_positions.shape[1] < ids.numel():
         raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
     positions = mrope_positions[:, : ids.numel()].clone().long()
-    if not 0 <= num_computed_tokens <= ids.numel():
+    marks = ("vision_start_token_id", vision_start_token_id), ("image_token_id", image_token_id)
+    for name, token in (*marks, ("video_token_id", video_token_id)):
+        if check_int(token, name, 0) >= 2**63:
+            raise ValueError(f"{name}: must be a token id below 2**63, got {token}")
+    if check_int(num_computed_tokens, "num_computed_tokens", 0) > ids.numel():
         raise ValueError(f"num_computed_tokens: must be in [0, {ids.numel()}], got {num_computed_tokens}")
+    if not isinstance(multimodal_positions, Sequence):
+        raise TypeError(f"multimodal_positions: expected a sequence, got {type(multimodal_positions).__name__}")
     is_media = (ids == image_token_id) | (ids == video_token_id)
     index = num_computed_tokens
     for i, piece in enumerate(multimodal_positions):
@@ -131,7 +149,7 @@ def recompute_mrope_positions(
 
 
 def _check_positions(positions: Tensor, name: str) -> None:
-    """Raise unless all positions are whole numbers; floats may be, too, as upstream stores them in the embeddings."""
+    """Raise unless all positions are whole numbers; they may be floats, because upstream stores them in embeddings."""
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
     wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan
@@ -173,5 +191,5 @@ def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
 
 def _one_grid(size_thw, spatial_merge_size: int) -> tuple[int, int, int]:
     check_positive_int(spatial_merge_size, "spatial_merge_size")
-    size = size_thw.tolist() if hasattr(size_thw, "tolist") else size_thw
+    size = as_list(size_thw, "video_size_thw")
     return as_grids([size], spatial_merge_size=spatial_merge_size, name="video_size_thw")[0]

@@ -1,7 +1,7 @@
 """M-RoPE: every prompt token has three positions - time, height, width.
 
 Text advances on all three axes together. A media item, image or video, spreads its tokens over a grid that starts where
-the text stopped; text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
 therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
 request's `delta`: decode step k has position `length + k + delta`.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_integers
-from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int, check_shape
+from refvl.arguments import as_integers, as_sequence, check_mask
+from refvl.checks import MAX_PATCHES, check_flag, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -36,13 +36,14 @@ class MediaSpan:
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # an image may have many spans, most of which need no call
+            if type(value) is not int or value < least:  # an image may have many spans, and most need no call
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
         if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
 
     @property
     def num_tokens(self) -> int:
+        """The number of merged tokens, t * h * w."""
         return self.t * self.h * self.w
 
     def grid_positions(self) -> Tensor:
@@ -53,7 +54,7 @@ class MediaSpan:
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
     """Return `t_factor` if t steps of it are valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
-    if not (number >= 0 and t * number < MAX_POSITION):  # also refuses nan
+    if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # also refuses nan
         raise ValueError(
             f"{name}: must be finite and not negative, with {t} steps below position {MAX_POSITION}, got {t_factor}"
         )
@@ -71,7 +72,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """Return the positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
     spans: the media of the prompt in any order. Raises ValueError if they overlap or exceed the prompt.
-    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, where it ignores t.
+    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, because it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
     (tensor([[0, 1, 1, 1, 1, 3],
@@ -80,7 +81,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """
     if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
         raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} in a prompt, got {num_tokens}")
-    if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
+    if wrong := [span for span in as_sequence(spans, "spans") if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     end = 0
     for span in sorted(spans, key=lambda s: s.offset):
@@ -95,10 +96,10 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """Return `get_mrope_input_positions` of spans that are known to fit the prompt without overlap."""
+    """Compute `get_mrope_input_positions` for spans that fit the prompt and do not overlap."""
     pieces = list[Tensor]()
-    index = 0  # of the next token
-    position = 0  # the position of that token
+    index = 0  # the index of the next token
+    position = 0  # the position of the next token
     for span in sorted(spans, key=lambda s: s.offset):
         start = position + span.offset - index
         media_3M = grid_positions(span.t, span.h, span.w, span.t_factor) + start
@@ -120,8 +121,8 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
     positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and kept media tokens. Raises
     ValueError or TypeError naming keep_L if it does not fit.
     """
-    if getattr(keep_L, "shape", None) != positions_3L.shape[1:]:
-        check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
+    if getattr(keep_L, "dtype", None) != torch.bool or keep_L.shape != getattr(positions_3L, "shape", ())[1:]:
+        check_mask(keep_L, positions_3L)
     positions = positions_3L[:, keep_L]
     return positions, mrope_delta(positions)
 
@@ -130,14 +131,14 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     """Return which axis (0, 1, 2 for t, h, w) rotates each rotary pair of a head, fastest first, (pairs,) int64.
 
     section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs and w the slowest.
-    Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs.
-    Upstream: `mrope_section`, `mrope_interleaved`.
+    Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs. Raises
+    ValueError or TypeError naming section unless it is three counts. Upstream: `mrope_section`, `mrope_interleaved`.
 
     >>> [mrope_axis_of_pairs((4, 2, 2), interleaved=how).tolist() for how in (False, True)]
     [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]
     """
     counts = as_integers(section, "(t, h, w)", "section", least=0)
-    if not interleaved:
+    if not check_flag(interleaved, "interleaved"):
         return torch.arange(3).repeat_interleave(torch.tensor(counts))
     axes = torch.zeros(sum(counts), dtype=torch.int64)
     for axis in (1, 2):

@@ -21,7 +21,7 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # keys of a feature with one entry per token
+TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # features with one entry per token
 
 
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from refvl import on_gpu
-from refvl.arguments import as_grids
-from refvl.checks import Grid, check_positive, check_positive_int
+from refvl.arguments import as_grids, check_count
+from refvl.checks import Grid, check_positive
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
@@ -22,7 +22,7 @@ def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
 
 
 def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
-    """Return `merge_block_coordinates` of grids that have been checked."""
+    """Compute `merge_block_coordinates` for grids that are already checked."""
     coordinates = [np.empty((0, 2), np.int64)]
     for t, h, w in grids:
         blocks = np.empty((h // m, w // m, m, m, 2), np.int64)
@@ -41,12 +41,11 @@ def vision_rotary_cos_sin(
     each half once more, to head_dim columns, before it applies them.
     Raises ValueError for a head_dim that 4 does not divide.
     """
-    if check_positive_int(head_dim, "head_dim") % 4:
-        raise ValueError(
-            f"head_dim: must be a multiple of 4 (h and w use a quarter of the angles each), got {head_dim}"
-        )
-    frequencies = rotary_frequencies(head_dim, theta=check_positive(theta, "theta"))
-    return rotary_cos_sin(merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size), frequencies)
+    if check_count(head_dim, "head_dim") % 4:
+        raise ValueError(f"head_dim: must be a multiple of 4 (h and w use a quarter of angles each), got {head_dim}")
+    frequencies = rotary_frequencies(int(head_dim), theta=check_positive(theta, "theta"))
+    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size, size=4 * int(head_dim))
+    return rotary_cos_sin(block_positions(grids, int(spatial_merge_size)), frequencies)
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:

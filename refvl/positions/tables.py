@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids, check_room
+from refvl.arguments import as_grids, as_integers, check_room
 from refvl.checks import Grid, check_floats, check_positive_int, check_positive_ints, check_shape
 from refvl.positions.rotary import block_positions
 
@@ -27,7 +27,7 @@ def interpolate_position_table(
 
     table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; all frames of an item use the same
     points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: True puts the first and last patch of a side
-    on the first and last cell of the table (Qwen3-VL), False lays the grid over the table edge to edge (GLM). Sampled
+    on the first and last cell of the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Sampled
     in float32 on the table's device, returned in its dtype. A grid of the table's own size gets the table itself (in
     merge-block order). Raises ValueError if the table is not square, TypeError if it contains no floating-point
     numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
@@ -43,7 +43,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Compute `interpolate_position_table` for a table and grids that have been checked; m: `spatial_merge_size`."""
+    """Compute `interpolate_position_table` for a checked table and checked grids; m: `spatial_merge_size`."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
@@ -104,7 +104,7 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
         raise ValueError(f"embed_dim: must be a multiple of 4, got {embed_dim}")
-    height, width = check_room(check_positive_ints(height=size[0], width=size[1]), 4 * embed_dim, "size")
+    height, width = check_room(as_integers(size, "(height, width)", "size", most=2**62), 4 * embed_dim, "size")
     column = sincos_1d(embed_dim // 2, width)
     row = sincos_1d(embed_dim // 2, height)
     return torch.cat([column.expand(height, -1, -1), row[:, None].expand(-1, width, -1)], dim=-1)

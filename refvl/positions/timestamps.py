@@ -13,16 +13,18 @@ One sampler determines both pixels and placeholders, so they cannot disagree. Up
 processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for videos under half a second.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from refvl.checks import check_positive, check_positive_int, is_integer
+from refvl.arguments import MAX_FRAMES, MAX_SECONDS, as_sequence, check_count
+from refvl.checks import MAX_PATCHES, check_flag, check_positive, is_integer
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
-GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (longest duration of a video in seconds, grid steps per second)
+GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (maximum duration of a video in seconds, grid steps per second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,28 @@ def sample_video_frames(
     indices in the video of frames that were sampled elsewhere (ignored otherwise). The rest are settings of a video
     processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for "glm46v" and "glmga",
     temporal_patch_size for "glm46v". Raises ValueError or TypeError for an unknown variant and for numbers that no
-    video can have.
+    video can have: less than a frame in `MAX_SECONDS`, more than `MAX_FRAMES` frames, or `MAX_PATCHES` of them sampled.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
     """
     if not isinstance(variant, str) or variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
-    fps, total = check_positive(fps, "fps"), check_positive_int(total_num_frames, "total_num_frames")
+    fps, total = check_positive(fps, "fps"), check_count(total_num_frames, "total_num_frames", MAX_FRAMES)
+    if fps * MAX_SECONDS < 1:
+        raise ValueError(f"fps: must be at least one frame in {MAX_SECONDS:,} s, got {fps}")
     duration = round((total - 1) / fps) + 1 if duration is None else check_positive(duration, "duration")
     target_fps, max_duration = check_positive(target_fps, "target_fps"), check_positive(max_duration, "max_duration")
-    max_frames = check_positive_int(max_frames, "max_frames")
-    if not do_sample_frames:
+    max_frames = check_count(max_frames, "max_frames")
+    if not check_flag(do_sample_frames, "do_sample_frames"):
         indices = _check_indices(frames_indices, total)
     elif variant == "glm4v":
+        if max_duration * target_fps > MAX_PATCHES:
+            frames = f"{max_duration:g} s at {target_fps:g} frames per second"
+            raise ValueError(f"max_duration, target_fps: must be at most {MAX_PATCHES:,} frames, got {frames}")
         indices = _sample_glm4v(fps, total, duration, target_fps, max_duration)
     elif variant == "glm46v":
-        step = check_positive_int(temporal_patch_size, "temporal_patch_size")
+        step = check_count(temporal_patch_size, "temporal_patch_size")
         indices = _sample_glm46v(fps, total, duration, max_frames, step)
     else:
         indices = _sample_glmga(fps, total, duration, max_frames, target_fps)
@@ -80,11 +87,11 @@ def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, ma
     """Take a frame every 1 / target_fps seconds, rounded up; beyond max_duration, spread the number it would give."""
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
-        return [min(total - 1, math.ceil(i * fps / target_fps)) for i in range(count)]
+        return [math.ceil(min(total - 1, i * fps / target_fps)) for i in range(count)]
     count = max(1, int(max_duration * target_fps))
     if count >= total:
         return list(range(total))
-    return [min(total - 1, math.ceil(second * fps)) for second in np.linspace(0, duration, count)]
+    return [math.ceil(min(total - 1, second * fps)) for second in np.linspace(0, duration, count).tolist()]
 
 
 def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
@@ -94,29 +101,31 @@ def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, tem
     count = min(max(1, int(min(duration, longest) * rate)), max_frames)
     if total < count:
         return _spread(0, total - 1, count)
-    return _to_count(_walk(fps, total, 1 / rate, int(duration)), count, total)
+    return _to_count(_walk(fps, total, 1 / rate, int(duration), count), count, total)
 
 
 def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
     """Sample at a fixed rate; the last step is one before the end of the video."""
-    count = min(max(1, int(duration * target_fps)), max_frames)
+    count = max(1, int(min(duration * target_fps, max_frames)))
     if total < count:
         return [math.floor(i * total / count) for i in range(count)]
-    return _to_count(_walk(fps, total, 1 / target_fps, duration - 1 / target_fps), count, total)
+    return _to_count(_walk(fps, total, 1 / target_fps, duration - 1 / target_fps, count), count, total)
 
 
-def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
+def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[int]:
     """Return the first frame at or after each multiple of `step` seconds, until `stop` is reached.
 
-    The sums are rounded as upstream rounds them: one more exact digit would choose different frames.
+    More than `count` frames are too many, however many there are. The sums are rounded as upstream rounds them: one
+    more exact digit would choose different frames.
     """
-    chosen, second, frame_seconds = [], 0.0, 1 / fps
-    for index in range(total):
-        if index * frame_seconds >= second:
-            second += step
-            chosen.append(index)
-            if second >= stop:
-                break
+    chosen, second, frame_seconds = [0], step, 1 / fps
+    while second < stop and len(chosen) <= count:
+        after = range(chosen[-1] + 1, total)
+        place = bisect.bisect_left(after, second, key=lambda index: index * frame_seconds)
+        if place == len(after):
+            break
+        chosen.append(after[place])
+        second += step
     return chosen
 
 
@@ -140,7 +149,7 @@ def distinct_and_even(indices: Sequence[int]) -> list[int]:
 def _check_indices(indices, total: int) -> list[int]:
     if indices is None:
         raise ValueError("frames_indices: expected indices, because do_sample_frames is False, got None")
-    indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+    indices = as_sequence(indices, "frames_indices")
     if wrong := [i for i in indices if not is_integer(i)]:
         raise TypeError(f"frames_indices: expected integers, got {wrong[0]!r}")
     indices = [int(i) for i in indices]

@@ -6,7 +6,7 @@ EVS does, but with the whole video. It does not keep the first frame for being f
     embeddings (M, D)
        | channels     the half that varies least over the video, normalised per row
        | similarity   of each token to the centre of the video, and to that of its frame
-       | budgets      tokens per frame: more where the similarity to the video is low
+       | budgets      tokens per frame: more if the similarity to the video is low
        | choice       the least similar tokens of each frame
        | reconcile    to the count that the sizes imply, because the prompt was built with it
     mask (M,)
@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.arguments import MAX_FRAMES, check_count
+from refvl.checks import check_floats, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: a single kernel would miss other distances
-TEMPERATURE = 0.01  # of the softmax over frames, whose similarities differ by hundredths
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians; a single one would miss other distances
+TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
@@ -34,7 +35,8 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
     8
     """
-    total = check_positive_int(tokens_per_frame, "tokens_per_frame") * check_positive_int(num_frames, "num_frames")
+    num_frames = check_count(num_frames, "num_frames", MAX_FRAMES)
+    total = check_count(tokens_per_frame, "tokens_per_frame") * num_frames
     return max(num_frames, int(total * (1 - check_pruning_rate(q))))
 
 
@@ -66,7 +68,8 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
     similarity_to_video: (t, n), the first result of `vidcom2_similarities`.
     Raises ValueError for a shape other than (t, n) and a q outside [0, 1).
     """
-    num_tokens = check_shape(similarity_to_video, ("t", "n"), "similarity_to_video").shape[1]
+    check_floats(check_shape(similarity_to_video, ("t", "n"), "similarity_to_video"), "similarity_to_video")
+    num_tokens = similarity_to_video.shape[1]
     prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
     share = (1 - check_pruning_rate(q)) * (1 + prominence - prominence.mean())
     return (share.clamp(max=1) * num_tokens).float().round().clamp(min=1).long()
@@ -75,7 +78,7 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
 def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """Return the mask of kept tokens, (M,) bool, as vLLM's `vidcom2`. Arguments as in `compute_retention_mask`.
 
-    At q = 0 all are kept. Of equal tokens, the earlier is kept.
+    At q = 0 all are kept. If tokens are equal, the earlier one is kept.
     Raises ValueError for embeddings of a shape other than (M, D), or with nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)

@@ -1,8 +1,8 @@
 """Windows: which merged tokens attend to each other in a windowed block.
 
 A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once, before the first
-block, so that every window is a contiguous segment of the sequence and a varlen kernel needs only cumulative lengths.
-The inverse permutation, applied after the merger, restores the order.
+block. Then every window is a contiguous segment of the sequence, and a varlen kernel needs only cumulative lengths. The
+inverse permutation, applied after the merger, restores the order.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from refvl.arguments import as_grids
-from refvl.checks import Grid, check_positive_int
+from refvl.checks import MAX_PATCHES, Grid, check_positive_int
 
 
 def get_window_index(
@@ -37,11 +37,11 @@ def get_window_index(
         raise ValueError(
             f"window_size: must fit at least one merged token of {patch_size * merge} px, got {window_size}"
         )
-    return window_order(as_grids(grid_thw), merge, side)
+    return window_order(as_grids(grid_thw), merge, min(side, MAX_PATCHES))  # larger than any grid
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return `get_window_index` of grids that have been checked; side: the side of a window, in merged tokens."""
+    """Compute `get_window_index` for grids that are already checked; side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0

@@ -26,16 +26,16 @@ from refvl.processors.tokenizers import load_tokenizer
 class ChatProcessor(PlansMedia, SpecialTokensAsText):
     """The path from a user's words to the models' tensors; see `refvl.contracts.Processor`.
 
-    A family adds how it reads videos, and its layout if that is not a grid of patches.
+    A family adds its rule for reading videos, and its layout if that is not a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
-    limits: MediaLimits = LIMITS  # on decoding: `processor.limits = MediaLimits(...)` changes them
-    image_config: Any  # the preparation of an image
-    video_config: Any  # the preparation of a video; None if the model accepts no video
-    no_video: ClassVar[str]  # the error for a video in that case
+    limits: MediaLimits = LIMITS  # limits on decoding; `processor.limits = MediaLimits(...)` changes them
+    image_config: Any  # how an image is prepared
+    video_config: Any  # how a video is prepared; None if the model accepts no video
+    no_video: ClassVar[str]  # the error for a video if the model accepts none
     tokens_at_once: int = 1  # the number that divides every token count of the encoder
-    assumed: bool = False  # True: the pixel limits are the class's defaults, because no file sets them
+    assumed: bool = False  # True if the pixel limits are the class's defaults, because no file sets them
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
@@ -45,7 +45,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
-        self.merge_size = config.vision_config.spatial_merge_size  # in patches, of the block that becomes one token
+        self.merge_size = config.vision_config.spatial_merge_size  # the side in patches of a merge block
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
             raise ValueError(f"merge_size: config.json has spatial_merge_size={self.merge_size}, preprocessing {sizes}")
@@ -145,18 +145,19 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         ValueError if placeholders and media do not match, or if the chat template refuses the messages.
         """
         text, flag = self.render(messages, allow_special_tokens)
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template
         ids = self.encode(text, flag, add_special_tokens=not begun)
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
-        """Return the prompt as text, and its flag: a character before each place where no special token may begin.
+        """Return the prompt as text, and its flag: a character before each position at which no special token may
+        begin.
 
         The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
         """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
+        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in another
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
             return self.apply_template(messages), ""
         return self.render_flagged(messages, written)
@@ -171,7 +172,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         """Return the chat template's text. Raises ValueError with the template's reason if it refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # templates may raise errors of any kind
             raise ValueError(f"prompt: the chat template of this checkpoint refuses the messages ({error})") from error
 
     def text(self, token_ids) -> str:

@@ -47,12 +47,12 @@ class Glm4vProcessor(ChatProcessor):
     variant = "glm4v"  # of `sample_video_frames`
     rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer videos are spread"  # with `video_config`
     timestamp_format = "{}"
-    frame_kind = "video"  # the kind whose token fills a frame
-    options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # option of a message -> its name in the sampler
+    frame_kind = "video"  # frames are filled with the token of this kind
+    options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
 
     @property
     def clip_sampling(self) -> str:
-        """The rule in words; only a folder's files, not `model_type`, tell GLM-4.6V from GLM-4.5V."""
+        """The rule in words. Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V."""
         assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
@@ -88,7 +88,7 @@ class Glm4vProcessor(ChatProcessor):
         return [places[index] for index in distinct_and_even(video.indices)]
 
     def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        timestamps = video.timestamps  # exact, also if the rate varies
+        timestamps = video.timestamps  # these are exact even if the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
         thw = self.media_tokens("video", layout).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
@@ -108,7 +108,7 @@ class Glm4vProcessor(ChatProcessor):
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """Treat image tokens between begin and end of a video as frames of the video.
 
-        A begin of video counts only if a frame begins right after it. In text, which may contain the token, none does.
+        The begin of a video counts only if a frame begins right after it, which never happens in plain text.
         """
         config, places = self.config, torch.arange(len(input_ids))
         opens = (input_ids[:-1] == config.video_start_token_id) & (input_ids[1:] == config.image_start_token_id)

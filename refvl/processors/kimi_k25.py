@@ -27,7 +27,7 @@ from refvl.pixels.padded import PaddedPatchConfig, padded_levels
 from refvl.pixels.patches import Levels, Patches
 from refvl.processors.chat import ChatProcessor
 
-CHUNK = "<|media_begin|>video<|media_content|>", "<|media_end|>"  # around the tokens of a chunk
+CHUNK = "<|media_begin|>video<|media_content|>", "<|media_end|>"  # the text around the tokens of a chunk
 
 
 class KimiK25Processor(ChatProcessor):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from refvl.pixels.media import Video
 
-MAX_CHARACTERS = 2**21  # per request: longer than any context, and tokenized within seconds
-SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # keys of a video part besides its source
+MAX_CHARACTERS = 2**21  # of a request: longer than any context, and tokenized within seconds
+SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # keys of a video part in addition to its source
 KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
 
 

@@ -37,14 +37,14 @@ from refvl.processors.tokenizers import load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # for media until they are written out
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
-NO_VIDEO_ID = -1  # one token fills images and frames, so no token has the video's id, see `placeholders`
+NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id, see `placeholders`
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedMedia(MediaTokens):
     """One media item in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
 
-    grid: tuple[int, int] | None = None  # (columns, rows) of an image's slices
+    grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -56,10 +56,10 @@ class MiniCPMVProcessor(ChatProcessor):
     """The base of all versions: sliced images. Layouts are tuples of `SliceGroup`s. Each version is a class below."""
 
     no_video = "videos: MiniCPM-V 2.0 and 2.5 accept images only; later versions accept videos too"
-    template: ClassVar[str | None] = None  # for a folder without a chat template
-    numbers_images: ClassVar[bool] = False  # unless the folder sets use_image_id
+    template: ClassVar[str | None] = None  # used if a folder has no chat template
+    numbers_images: ClassVar[bool] = False  # the default if the folder does not set use_image_id
     writes_bos: ClassVar[bool] = True
-    frames: ClassVar[FrameConfig | None] = None  # of versions that accept videos
+    frames: ClassVar[FrameConfig | None] = None  # None if the version accepts no video
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
         """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
@@ -130,7 +130,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def write_media(self, text: str, media: Sequence[SlicedMedia]) -> str:
         """Replace every item's placeholder in a text; images are numbered in order."""
-        pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
+        pieces = PLACEHOLDER.split(text)  # alternating: text, kind, text, kind, ..., text
         kinds = [medium.kind for medium in media]
         if pieces[1::2] != kinds:
             raise ValueError(f"prompt: its placeholders are {pieces[1::2]}, but the media given are {kinds}")

@@ -51,9 +51,9 @@ class SampledFrames(FrameConfig):
 class FoldedMedia(MediaTokens):
     """One media item in slices, each a run of its own; thw counts them all: (1, 1, tokens)."""
 
-    sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice, in merged tokens
+    sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice in merged tokens
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
-    number: int = 0  # its index among the prompt's images, or videos
+    number: int = 0  # the item's index among the images, or videos, of the prompt
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -76,7 +76,7 @@ class MiniCPMV4_6Processor(TakesVideos):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
-        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # in patches, of the block that becomes one token
+        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # the side in patches of a merge block
         settings = image_config or SliceConfig(patch_size=14, use_image_id=True)
         self.image_config = replace(settings, multiple=self.merge_size)
         self.video_config = video_config or self.frames

@@ -22,7 +22,7 @@ from refvl.pixels.patches import Levels, Patches
 from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, slices_of_size
 from refvl.processors.chat import ChatProcessor
 
-TENTHS = 10  # temporal ids per second
+TENTHS = 10  # temporal ids count tenths of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class FrameConfig:
     """The rule for sampling videos. Limits are those of the examples on the checkpoints' cards."""
 
     fps: float = 1.0
-    max_frames: int = 64  # sets of query tokens: packed frames count as one
-    max_packing: int = 1  # frames that may share a set
-    packing: int | None = None  # frames in a set; None: the fewest that keep the video within max_frames sets
+    max_frames: int = 64  # the maximum number of sets of query tokens; packed frames count as one
+    max_packing: int = 1  # the maximum number of frames that share a set
+    packing: int | None = None  # frames per set; None: the fewest that keep the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
         """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""

@@ -15,7 +15,7 @@ MARKS = {
     "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
-TEXT_ID = -2  # for unknown tokens in the text
+TEXT_ID = -2  # the id of unknown tokens in the text
 # tokens that end an answer; the vocabulary decides which of them exist
 TERMINATORS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 SLICING = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
@@ -31,8 +31,8 @@ def marks_in(folder: Path) -> dict[str, str]:
 def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_images: bool) -> dict[str, int]:
     """Return the id of each special token.
 
-    Those around a number get TEXT_ID if the vocabulary lacks them and images have no numbers, as before version 2.6.
-    Raises ValueError naming any other one that the vocabulary lacks.
+    Tokens around a number get TEXT_ID if the vocabulary lacks them and images have no numbers, as before version 2.6.
+    Raises ValueError naming any other special token that the vocabulary lacks.
     """
     for name, mark in marks.items():
         if mark not in vocabulary and (numbers_images or not name.startswith("im_id")):

@@ -90,8 +90,8 @@ def even_indices(
     """
     wanted = num_frames
     if wanted is None:
-        check_positive_ints(min_frames=min_frames, max_frames=max_frames)
-        wanted = min(max(int(total / source_fps * check_positive(fps, "fps")), min_frames), max_frames, total)
-    elif check_positive_ints(num_frames=wanted)[0] > total:
+        min_frames, max_frames = check_positive_ints(min_frames=min_frames, max_frames=max_frames)
+        wanted = int(min(max(total / source_fps * check_positive(fps, "fps"), min_frames), max_frames, total))
+    elif (wanted := check_positive_ints(num_frames=wanted)[0]) > total:
         raise ValueError(f"num_frames: the video has {total} frames, got {wanted}")
     return np.linspace(0, total - 1, wanted).round().astype(int).tolist()

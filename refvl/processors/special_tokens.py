@@ -26,7 +26,7 @@ class SpecialTokensAsText:
     def encode_flagged(self: Any, text: str, flag: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text with flags; special tokens that begin after a flag are spelled as text."""
         pieces = text.split(flag)
-        flagged = set(accumulate(map(len, pieces[:-1])))  # offsets in the text without flags
+        flagged = set(accumulate(map(len, pieces[:-1])))  # offsets of the flags in the text without flags
         text = "".join(pieces)
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         ids: list[int] = []

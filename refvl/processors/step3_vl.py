@@ -24,7 +24,7 @@ from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
-NO_VIDEO_ID = -1  # no token represents a video
+NO_VIDEO_ID = -1  # no token stands for a video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,4 +95,4 @@ class Step3VLProcessor(ChatProcessor):
         crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
         overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]
         lines = [*crop * medium.layout.columns, ids["<patch_newline>"]] * medium.layout.rows
-        return lines[:-1] + overview  # no newline after the last row
+        return lines[:-1] + overview  # the last row ends without a newline

@@ -5,8 +5,8 @@
 
 The work of a plain template is proportional to the request. It loops over the messages and the parts of each, and
 stores only numbers and parts of the request; so do the templates of the released families. Any other template may be
-harmless, too, but only limits can guarantee that: `'a' * 10**10`, a loop in a loop over all messages, a text doubled 40
-times.
+harmless, too, but only limits can guarantee that. Harmful are `'a' * 10**10`, a loop in a loop over all messages, a
+text doubled 40 times.
 """
 
 import os
@@ -22,12 +22,12 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 
-SECONDS = 2  # CPU time for one prompt
-PATIENCE = 60  # wall-clock seconds, for a busy machine
-MEMORY = 2**28  # bytes of address space in addition to the process's own
+SECONDS = 2  # the limit of CPU time for a prompt
+PATIENCE = 60  # the limit of wall-clock time in seconds, for a busy machine
+MEMORY = 2**28  # the limit of address space in bytes, in addition to the process's own
 CHARACTERS = 2**23  # of a rendered prompt
-WHOLE = {"messages", "tools", "documents"}  # the request, in transformers' names
-METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # of strings; none makes one longer
+WHOLE = {"messages", "tools", "documents"}  # names of the request's parts in transformers
+METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # none makes a string longer
 FILTERS = {"trim", "first", "last", "list", "default", "length", "count", "tojson", "string"}
 PLAIN = (
     nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef, nodes.Getattr, nodes.Getitem, nodes.Slice,
@@ -35,7 +35,7 @@ PLAIN = (
     nodes.Call, nodes.Keyword, nodes.For, nodes.Assign, nodes.Add, nodes.Sub, nodes.Neg, nodes.Concat, nodes.Continue,
     nodes.Break, nodes.List, nodes.Tuple,
 )  # fmt: skip
-LONGEST = 2**14  # characters of a plain template
+LONGEST = 2**14  # the maximum number of characters of a plain template
 
 
 class Refused(Exception):
@@ -69,12 +69,12 @@ class _Walk:
         values += [(pair.key, pair.value) for call in self.namespaces.values() for pair in call.kwargs]
         others = {target.name for target, value in kept if isinstance(target, nodes.Name) and not _is_number(value)}
         numbers = self.assigned - others
-        self.texts = {  # attributes that may contain a text
+        self.texts = {  # attributes of nodes that may contain a text
             attr
             for attr, value in values
             if not (_is_number(value) or (isinstance(value, nodes.Name) and value.name in numbers))
         }
-        self.loop_of = dict[str, nodes.For | None]()  # the loop in which a name is assigned
+        self.loop_of = dict[str, nodes.For | None]()  # name -> the loop in which it is assigned
 
     def check(self, node: nodes.Node, loop: nodes.For | None = None) -> None:
         """Check a node and all nodes below it."""
@@ -92,7 +92,7 @@ class _Walk:
             case nodes.Assign():
                 self._check_assignment(node, loop)
         if _spells(node):
-            _require(sum(map(_spells, _below(node))) == 1)  # each level would double the backslashes of the one inside
+            _require(sum(map(_spells, _below(node))) == 1)  # each level would double the inner one's backslashes
         if loop is not None:
             is_read = isinstance(node, (nodes.Output, nodes.Assign, nodes.Filter, nodes.Call)) and not _is_count(node)
             operands = [node.expr, *(operand.expr for operand in node.ops)] if isinstance(node, nodes.Compare) else []
@@ -100,7 +100,7 @@ class _Walk:
                 self._check_texts(read, loop)
         for child in node.iter_child_nodes():
             if isinstance(child, nodes.Name) and child.ctx == "load" and child.name in self.namespaces:
-                _require(isinstance(node, nodes.Getattr))  # one namespace inside another would be written many times
+                _require(isinstance(node, nodes.Getattr))  # a namespace inside a namespace would be written many times
             self.check(child, node if isinstance(node, nodes.For) and child is not node.iter else loop)
 
     def _check_loop(self, node: nodes.For, loop: Any) -> None:
@@ -113,7 +113,7 @@ class _Walk:
         is_whole = root.name in WHOLE or self.loop_of.get(root.name, loop) is None
         _require(is_whole if loop is None else root.name == loop.target.name)
         _require(target.name not in {*WHOLE, *self.assigned})
-        self.loop_of[target.name] = node  # a later loop may use the same name
+        self.loop_of[target.name] = node  # a later loop may reuse the name
 
     def _check_assignment(self, node: nodes.Assign, loop: nodes.For | None) -> None:
         """Require that the value is a number, a part of the request, or one stored text with such parts added."""

@@ -9,8 +9,8 @@
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
 names. So transformers + PEFT and serving engines can read what it saves, and refvl can read what they save.
-PEFT replaces the model's layers by its own: from then on chat, trace, encode and graphs go through them, and
-PEFT's own model, which `attach` returns, switches, merges, unmerges and saves them.
+PEFT replaces the model's layers by its own; from then on chat, trace, encode and graphs go through them. PEFT's own
+model, which `attach` returns, switches, merges, unmerges and saves them.
 
 "served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True` it silently ignores layers
 of tower and connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no DoRA and no
@@ -40,7 +40,7 @@ from refvl.serving.provenance import Source, source
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OF_LORA = re.compile(r"\.(lora_(?:A|B|magnitude_vector))(?:\.weight)?$")
-VARIANTS = {  # fields of PEFT's config with which its layers compute more than LoRA or DoRA, or other layers
+VARIANTS = {  # if one of these fields of PEFT's config is set, its layers compute more than LoRA or DoRA
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 }  # fmt: skip
@@ -74,7 +74,7 @@ class LayerNames:
 GRIDS = LayerNames(
     {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
     ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
-    {  # names before transformers 4.52, in vLLM, and of a text model that was trained alone
+    {  # names from before transformers 4.52, of vLLM, and of a text model that was trained alone
         r"^model\.(?=visual\.|vision_tower\.|merger\.|language_model\.)": "model.",
         r"^visual\.": "model.visual.",
         r"^language_model\.lm_head\b": "lm_head",
@@ -87,7 +87,7 @@ MINICPMV = LayerNames(
     ("resampler",),
     {r"^(?=model\.|lm_head\b)": "llm."},
 )
-FOLDED = LayerNames(  # MiniCPM-V 4.6 and 4.7; the layers that fold the windows are not adapted
+FOLDED = LayerNames(  # MiniCPM-V 4.6 and 4.7; layers that fold windows are not adapted
     {name: home for name, home in GRIDS.places.items() if name != "model.visual"}
     | {"model.vision_tower.encoder": "encoder.encoder", "model.merger.mlp.0": "encoder.merger"},
     ("model.merger",),
@@ -194,10 +194,10 @@ def _as_before_on_error(model) -> Iterator[None]:
 
 
 class _Names(nn.Module):
-    """Modules under other names. Replacing a module here, as PEFT does, also replaces it in its own location."""
+    """Modules with transformers' names. Replacing a module here, as PEFT does, also replaces it in the model."""
 
     def __init__(self):
-        self.__dict__["homes"] = {}  # name -> the parent of the module, and its attribute there
+        self.__dict__["homes"] = {}  # name -> the module's parent, and its attribute there
         super().__init__()
 
     def lend(self, name: str, home: Any, attribute: str) -> None:

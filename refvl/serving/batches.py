@@ -12,7 +12,7 @@ from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, draft_option, option
 from refvl.study.report import Trace
 
-BATCH_TOKENS = 2**14  # the size of a batch, padding and answers included
+BATCH_TOKENS = 2**14  # the maximum number of tokens in a batch, with padding and answers
 
 
 def chat_batch(
@@ -68,7 +68,7 @@ def answer_each(
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # other beams may win
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # with other limits, beams may differ
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
@@ -83,7 +83,7 @@ def answer_each(
 
 
 def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
-    """Return a request's trace, with only the fields that `answers` reads, or its error; and its limit of tokens."""
+    """Return a request's trace (only the fields that `answers` reads) or its error, and its token limit."""
     if isinstance(request, Exception):
         return request, 1
     try:
@@ -91,7 +91,7 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
         request = common | request
         limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
         trace = model.read(Request(**request))
-    except Exception as error:  # whatever a decoder raises, and also a lack of memory
+    except Exception as error:  # a decoder may raise errors of any kind, and memory may run out
         clear_frames(error.__traceback__)
         return error, 1
     ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
@@ -112,7 +112,7 @@ def _answers_or_errors(
             ids = model.decode(list(traces.values()), most, **options).sequences.tolist()
             answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
     except Exception as error:
-        clear_frames(error.__traceback__)  # its frames hold the batch's tensors
+        clear_frames(error.__traceback__)  # the traceback's frames refer to the batch's tensors
         if len(made) == 1:
             made = [error]
     for i, trace in enumerate(made):

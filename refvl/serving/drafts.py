@@ -52,7 +52,7 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
         return options
     [trace] = traces
     cache: Any = trace.cache or _prefilled(language_model, trace)
-    trace.cache = None  # from here on it grows with the answer
+    trace.cache = None  # the cache grows with the answer from here on
     copies = copies_wanted(language_model, options)
     if copies > 1:  # `batch_repeat_interleave` does not support linear attention
         cache.reorder_cache(torch.zeros(copies, dtype=torch.int64))
@@ -73,7 +73,7 @@ class Assistant:
 
     def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache
-        cache.activate_past_recording()  # as transformers does for the caches that it makes
+        cache.activate_past_recording()  # transformers does so for its own caches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.language_model, name)

@@ -2,7 +2,7 @@
 
     folder -> media that are not encoded yet -> assigned by size to the ranks that torchrun started, if any
     rank   -> batches of media -> shards of its own, each renamed once it is written in full
-    rank 0 -> manifest.json: image or video -> shard, layout, tokens, size in pixels, state of the file
+    rank 0 -> manifest.json: image or video -> shard, layout, tokens, pixels, state of the file, digest of the inputs
 
 The headers of the shards alone show which media are finished (`shards.py`); these are compared with the files as they
 are now (`images.py`). The same command continues a run that was killed, with any number of ranks; at most one
@@ -26,15 +26,16 @@ from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
 from refvl.graphs.weights import adapter_switches
-from refvl.pipeline import VLM
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
-from refvl.serving.handover import read_embeddings as read_embeddings  # public here, next to `encode_folder`
+from refvl.serving.handover import read_embeddings as read_embeddings  # public here as well
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
+from refvl.serving.model import VLM
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
+from refvl.serving.provenance import digest_of_files, digest_of_inputs
 from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole
 
-BATCH_PATCHES = 2**14  # limit of patches that are decoded and encoded together
+BATCH_PATCHES = 2**14  # at most this many patches are decoded and encoded together
 T = TypeVar("T")
 
 
@@ -49,13 +50,14 @@ def encode_folder(
 ) -> dict:
     """Encode every image and video in `folder` that `out` does not contain yet; return the manifest, on every rank.
 
-    folder: or a .tar file, or a text file that lists paths, see `find_media`; videos count if the model accepts them.
-    shard_size: media per shard. force: rename files of others whose names refvl needs. Processes that torchrun started
-    share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed under "unreadable"
-    with the reason. Raises ValueError if `out` contains embeddings of another model or dtype or a shard that cannot be
-    read, if the folder contains no image, or if images appeared or changed during the run. Raises BlockingIOError while
-    another process writes to `out`, FileExistsError for files of others (see `held_folder`), and OSError if `out`
-    cannot be written.
+    folder: a folder, a .tar file, or a text file that lists paths, see `find_media`; videos count if the model accepts
+        them.
+    shard_size: media per shard. force: rename files that refvl did not write if it needs their names. Processes that
+    torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed
+    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings of another model or dtype, or a
+    shard that cannot be read. Also raises it if the folder contains no image, or if images appeared or changed during
+    the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files of others (see
+    `held_folder`), and OSError if `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -131,7 +133,7 @@ def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
         with source if isinstance(source, Image.Image) else Image.open(source) as opened:
             layout = vlm.processor.layout_of(opened)
         return replace(image, rows=vlm.encoder.item_size(layout)[0])
-    except Exception:  # Pillow's readers raise all kinds of errors; decoding reports the reason
+    except Exception:  # Pillow's readers raise errors of all kinds; decoding reports the reason
         return image
 
 
@@ -163,7 +165,7 @@ def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, s
     for file in images:
         with _noted(file.name, unreadable):
             decoded[file.name] = _decode(vlm, file)
-    with suppress(Exception):  # the batch's tensors are freed before the next attempt
+    with suppress(Exception):  # this frees the batch's tensors before the next attempt
         return _embed(vlm, decoded)
     for name, image in decoded.items():
         with _noted(name, unreadable):
@@ -235,9 +237,12 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
             what = "images appeared or changed during the run, or their shards were removed"
             raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; run the same command again")
         manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
+        files = digest_of_files(vlm.provenance)
         for file in found:
             if file.name in finished:
-                manifest["videos" if file.is_video else "images"][file.name] = finished[file.name]
+                entry = finished[file.name]
+                inputs = {"inputs": digest_of_inputs(files, [entry["sha256"]])}
+                manifest["videos" if file.is_video else "images"][file.name] = entry | inputs
             else:
                 manifest["unreadable"][file.name] = unread[file.name]
         with written_whole(out / MANIFEST) as partial:

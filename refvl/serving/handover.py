@@ -25,7 +25,7 @@ from refvl.checks import blame, read_json
 
 MANIFEST = "manifest.json"
 ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
-PATCHES = 4  # per embedding, in every Qwen2.5-VL
+PATCHES = 4  # patches per embedding in every Qwen2.5-VL
 
 
 def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -14,16 +14,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePath
+from typing import Any
 from urllib.parse import quote_from_bytes
 
 from PIL import Image
 
 from refvl.pixels.formats import image_suffixes
 from refvl.pixels.images import MediaLimits, open_image
+from refvl.pixels.media import Video
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 LIST_SUFFIXES = (".txt", ".lst")
+
+
+def is_video(item: Any) -> bool:
+    """Return whether a media item is a video: by a path's suffix, as a list of frames, or as an array of frames."""
+    if isinstance(item, (str, Path)):
+        return Path(item).suffix.lower() in VIDEO_SUFFIXES
+    return isinstance(item, (Video, list, tuple)) or getattr(item, "ndim", 3) == 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class MediaFile:
 
     @property
     def is_video(self) -> bool:
-        return self.begin is None and self.path.suffix.lower() in VIDEO_SUFFIXES
+        return self.begin is None and is_video(self.path)
 
     def read_stamp(self) -> tuple[int, ...] | None:
         """Return the current stamp of the file; for an image in a tar file, its own size and the tar file's times."""
@@ -77,7 +86,7 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
-    found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member; the last counts
+    found = dict[str, MediaFile]()  # by name, as a list may repeat a path, and a tar file a member: the last counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar" and path.is_file():
@@ -117,12 +126,12 @@ def _listed(file: Path) -> Iterator[Path]:
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """Yield the images in a tar file, named after it and their member; labels, in other members, are not read.
+    """Yield the images in a tar file, named after file and member; labels, which are other members, are not read.
 
     A hard link counts as its target, if that is a file of the archive. Any other link has no stamp.
     """
     stamp = read_stamp(path) or ()
-    places = dict[PurePath, tuple[int, int] | None]()  # offset and size of the bytes of each file
+    places = dict[PurePath, tuple[int, int] | None]()  # offset and size of each file's bytes
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:

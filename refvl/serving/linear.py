@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
-MIN_WORK = 2**22  # multiplications per call; for fewer, the call itself costs more than oneDNN saves
-FASTER = 1.3  # the speed-up that oneDNN has to reach, so that a busy moment does not decide
+MIN_WORK = 2**22  # multiplications per call; below this, the call itself costs more than oneDNN saves
+FASTER = 1.3  # oneDNN has to reach this speed-up, so a busy moment does not decide
 
 
 class OneDnnLinear(nn.Linear):
@@ -66,7 +66,7 @@ def missing_kernel() -> str:
 def use_onednn(model: nn.Module) -> None:
     """Make every plain nn.Linear in `model` a `OneDnnLinear`, in place."""
     for module in model.modules():
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # subclasses have their own forward
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # subclasses may define their own forward
             module.__class__ = OneDnnLinear
 
 

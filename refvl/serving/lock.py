@@ -26,11 +26,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK
     while (file := _take(path)) is None:
-        pass  # its owner released it meanwhile
+        pass  # the owner has released it in the meantime
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # first: a process that opens the file now finds that its name is gone
+        path.unlink(missing_ok=True)  # first, so a process that opens the file now finds its name gone
         os.close(file)
 
 
@@ -68,7 +68,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
-    except OSError:  # a file system without locks: an existing file counts as held
+    except OSError:  # the file system has no locks, so an existing file counts as held
         if not is_new:
             raise BlockingIOError(way_out) from None
     try:
@@ -85,7 +85,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
 
 
 def _read(file: int) -> dict:
-    """Return what the owner wrote; {} if that is nothing, or not an owner's entry."""
+    """Return the entry of the owner; {} if the file is empty or contains anything else."""
     try:
         told = json.loads(os.pread(file, 4096, 0))
     except ValueError:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ from refvl.serving.model import VLM
 class Embeddings(NamedTuple):
     """The cache's entry under a key."""
 
-    rows: Tensor  # (M, W), in memory of its own
-    seconds: float  # the time that encoding took, which a hit saves
+    rows: Tensor  # (M, W), not a view of other memory
+    seconds: float  # the time that encoding took, which every hit saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class MediaCacheStats:
 class WeightsState:
     """A number for the values of an encoder's weights, which is never the same for different values."""
 
-    numbers = count()  # for all encoders, so models may share a cache
+    numbers = count()  # shared by all encoders, so models may share a cache
 
     def __init__(self) -> None:
         self.owners, self.seen, self.number = list[weakref.ref[Tensor]](), list[tuple](), -1
@@ -83,11 +84,15 @@ class MediaCache:
         if not given:
             raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
         self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
-        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used first
-        self._coming: dict[bytes, Future[Embeddings]] = {}  # encoded by a thread now
+        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry is first
+        self._coming: dict[bytes, Future[Embeddings]] = {}  # entries that a thread is encoding now
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple:
+        """Return what makes a copy or a pickle: an empty cache with the same limits."""
+        return partial(type(self), **self.limits), ()
 
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
         """Return a key for each item. rows, layouts: as in `VLM.encode_rows`."""
@@ -111,7 +116,7 @@ class MediaCache:
             if mine:
                 made.update(mine)
                 found |= self._make(mine, lambda: make([keys.index(key) for key in mine]))  # noqa: B023 (called here)
-            for key, future in others.items():  # all keys claimed here are done, so threads cannot deadlock
+            for key, future in others.items():  # this thread's own keys are done, so threads cannot deadlock
                 with suppress(CancelledError):
                     found[key] = future.result()
         hits = [key not in made or key in keys[:i] for i, key in enumerate(keys)]
@@ -141,7 +146,7 @@ class MediaCache:
 
     def _make(self, keys: list[bytes], make: Callable[[], list[Embeddings]]) -> dict[bytes, Embeddings]:
         try:
-            made = copied(make())  # new embeddings may be a view of a batch, or of a buffer that is reused
+            made = copied(make())  # new embeddings may be views of a batch, or of a buffer that is reused
         except BaseException:
             with self._lock:
                 for key in keys:
@@ -207,7 +212,7 @@ class CachedVLM(VLM):
         """Set the fields of `VLM.encode_rows`, plus `cached` and `seconds_saved`; plans are those of the misses."""
         if self.media_cache is None:
             return super().encode_rows(trace, rows, layouts, progress=progress)
-        trace.device = self.device  # the clock waits for it, because the seconds that a hit saves are measured
+        trace.device = self.device  # the clock waits for this device, because the seconds that a hit saves are measured
         encode = super().encode_rows
 
         def make(new: list[int]) -> list[Embeddings]:

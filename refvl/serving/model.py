@@ -31,9 +31,9 @@ class VLM(pipeline.VLM):
     """The journey of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
     record: ClassVar = Trace
-    provenance: Sequence = ()  # `Source`s: the files that determine it; none for a config alone
-    media_cache: Any = None  # a `MediaCache`, if `refvl.load` was asked for one
-    adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in these parts
+    provenance: Sequence = ()  # the `Source`s, files that determine the model; none for a config alone
+    media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
+    adapters: Any = None  # PEFT's model, after `refvl.adapters.attach` has put its layers into these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
     feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy reads it too early
@@ -79,11 +79,14 @@ class VLM(pipeline.VLM):
         return trace.text
 
     def check_options(self, method: str, options: dict, max_new_tokens: int, stream: bool = False) -> Wanted:
-        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
+        """Raise ValueError for options that do not exist or whose results `method` cannot return.
+
+        This happens before anything is encoded.
+        """
         check_positive_int(max_new_tokens, "max_new_tokens")
         if self.encoder.device.type == "meta":
             raise ValueError(NOT_ON_META)
-        own = self.language_model.generation_config  # used if the caller sets no option
+        own = self.language_model.generation_config  # these apply if the caller sets no option
         if not options and stream is False and all(getattr(own, name, None) in usual for name, usual in USUAL.items()):
             return Wanted()
         return check_unusual(self, method, options, stream)

@@ -15,20 +15,20 @@ from refvl.positions.pruners import find_pruner
 from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
-MAX_BEAMS = 1024  # every beam is a copy of the prompt
-LOSE_MEDIA = (  # with these, transformers returns to the prompt's ids, in which the media are placeholders
+MAX_BEAMS = 1024  # a limit, because each beam is a copy of the prompt
+LOSE_MEDIA = (  # with these options, transformers returns to the prompt's ids, in which media are placeholders
     "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
-NEEDS_IDS = {  # options that transformers ignores for embeddings, and the value that switches each off
+NEEDS_IDS = {  # options that transformers ignores for embeddings -> the value that switches each off
     "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
 }  # fmt: skip
 GENERATE_OPTIONS = frozenset(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
-    - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
+    - {"self", "inputs", "kwargs", "custom_generate"}  # the last one would run code of a checkpoint
 )
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers drafts tokens
 NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
-NOT_IN_TEXT = (  # options of `generate` whose results do not fit an answer in text
+NOT_IN_TEXT = (  # `generate` returns results that are not an answer in text if these are set
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.fromkeys(NOT_IN_TEXT, (None, False))
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
     """The ways in which a call differs from one greedy answer."""
 
     num_beams: int = 1
-    draft: str | None = None  # the option that makes transformers draft tokens
+    draft: str | None = None  # the name of the option that makes transformers draft tokens
 
 
 def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wanted:
@@ -81,7 +81,7 @@ def is_static(language_model: CausalTextModel, options: dict) -> bool:
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
 
-    own: other names that the caller accepts, for near misses (`image` for `images`).
+    own: further names that the caller accepts, for near misses (`image` for `images`).
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)

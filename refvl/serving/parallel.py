@@ -4,8 +4,8 @@
     own rows           -> the encoder, eager or as graphs
     own embeddings     -> padded to the longest rank's, all-gathered, cut, back in the caller's order
 
-A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent: one
-all-gather, where tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
+A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent. That
+is one all-gather; tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
 on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes alone.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images.
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 Assignment = tuple[list[int], list[int], list[int]]
-MAX_RANKS = 2**16  # more is a mistake, and every rank needs a list
+MAX_RANKS = 2**16  # a larger number is a mistake, and every rank needs a list
 ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
@@ -194,7 +194,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
-        nccl = dist.get_backend(group) == "nccl"  # moves only CUDA tensors: by default those of GPU 0, on all ranks
+        nccl = dist.get_backend(group) == "nccl"  # nccl moves only CUDA tensors, by default those of GPU 0 on all ranks
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
@@ -243,7 +243,7 @@ def torchrun_ranks():
     if "RANK" not in os.environ or dist.is_initialized():
         yield rank_and_world_size()
         return
-    dist.init_process_group("gloo", timeout=timedelta(days=7))  # the time that a rank waits for another
+    dist.init_process_group("gloo", timeout=timedelta(days=7))  # timeout: the time that a rank waits for the others
     try:
         yield rank_and_world_size()
     finally:

@@ -2,6 +2,7 @@
 
 files      weights, configs, tokenizer, chat template, processor and generation settings, adapters: `VLM.provenance`
 memory     values that a program may have changed since: settings, active adapters, weights
+inputs     the files, and a request's media by content: `digest_of_inputs`
 
 A file's digest covers its bytes. It is computed on demand, at about a second per GB if the processor has instructions
 for SHA-256, and once per process while size, time and inode do not change. A file that has changed since the model was
@@ -9,18 +10,19 @@ loaded has no digest, because the model comes from its old bytes.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from refvl.checkpoints import INDEX, weight_files
 from refvl.graphs.weights import adapter_switches
 
-ROLES = {  # of files in a checkpoint's folder, by name or pattern: all that refvl, transformers and tokenizers read
+ROLES = {  # role -> patterns of the files in a checkpoint's folder that refvl, transformers and tokenizers read
     "config": ("config.json",),
     "generation": ("generation_config.json",),
     "tokenizer": (
@@ -30,7 +32,7 @@ ROLES = {  # of files in a checkpoint's folder, by name or pattern: all that ref
     "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     "processor": ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 }  # fmt: skip
-Stamp = tuple[int, int, int]  # bytes, time of the contents in ns, inode
+Stamp = tuple[int, int, int]  # (bytes, time of the contents in ns, inode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +70,46 @@ def source(role: str, path: Path) -> Source:
     return Source(role, path, _stamp(path))
 
 
+def digest_of_files(provenance: Iterable[Source]) -> str:
+    """Return the digest of a model's files, in their order, by role, name and bytes."""
+    lines = [f"{file.role} {file.path.name} {file.digest()}\n" for file in provenance]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def digest_of_inputs(files: str, media: Iterable[str]) -> str:
+    """Return the one digest of a request's inputs. files: `digest_of_files`; media: `digests_of_media`.
+
+    `chat --jsonl`, `encode` and the saved runs that `compare` reads contain the same digest for the same inputs.
+    """
+    return hashlib.sha256("\n".join([files, *media]).encode()).hexdigest()[:16]
+
+
+def digests_of_media(media: Iterable) -> Iterator[str]:
+    """Yield the sha256 of each file's bytes, or of the values of an image or array in memory; lists are flattened."""
+    for medium in media:
+        if isinstance(medium, (list, tuple)):
+            yield from digests_of_media(medium)
+        elif hasattr(medium, "__array__") or hasattr(medium, "__array_interface__"):
+            values = np.asarray(medium)
+            yield hashlib.sha256(f"{values.dtype} {values.shape} ".encode() + values.tobytes()).hexdigest()
+        else:
+            with open(medium, "rb") as file:
+                yield hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(model: Any, *settings: object) -> str:
     """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
     For each weight in memory it uses up to 1,000 numbers, so any training changes the digest.
     """
-    whole = hashlib.sha256()
-    for file in model.provenance:
-        whole.update(f"{file.role} {file.path.name} {file.digest()}\n".encode())
+    whole = hashlib.sha256(digest_of_files(model.provenance).encode())
     processor, text = model.processor, model.language_model
     generation = text.generation_config if text else None
     said = (*settings, model.config, generation, processor.image_config, processor.video_config)
     template = getattr(processor.tokenizer, "chat_template", None)
     active = model.adapters.active_adapters if model.adapters else []
     whole.update(f"{said} {template} {active}".encode())
-    for part in filter(None, (model.encoder, text)):  # there may be no language model
+    for part in filter(None, (model.encoder, text)):  # the model may have no language model
         whole.update("".join(adapter_switches(part)).encode())
         for piece in _sample(part):
             whole.update(piece)
@@ -92,7 +119,7 @@ def digest_of(model: Any, *settings: object) -> str:
 def _sample(part: torch.nn.Module) -> Iterator[bytes]:
     for name, weight in part.named_parameters():
         yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
-        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on disk
+        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # neither packed by a quantiser nor on disk
             every = max(1, weight.numel() // 1000)
             yield weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 

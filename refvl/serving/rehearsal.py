@@ -17,9 +17,9 @@ from refvl.language.model import CausalTextModel, generate
 from refvl.printing import printable
 
 HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # with code on the hub
-CALLED = ("logits_processor", "stopping_criteria")  # lists of the caller's functions: checked, but not called here
-FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # the same, with their methods
-FEW = 4  # enough beams, or sequences, for a rehearsal
+CALLED = ("logits_processor", "stopping_criteria")  # lists of functions: checked, but not called here
+FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # objects and their methods
+FEW = 4  # the number of beams, or sequences, is enough for a rehearsal
 
 
 def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> None:
@@ -73,7 +73,7 @@ def _fails(language_model: CausalTextModel, tokenizer: Any, options: dict) -> Ex
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             generate(actor, ids, torch.arange(2)[None], torch.ones_like(ids), max_new_tokens=2, **options)
-    except Exception as error:  # values of a wrong type or size cause all kinds of errors
+    except Exception as error:  # values of a wrong type or size cause errors of all kinds
         return error
     return None
 

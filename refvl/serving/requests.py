@@ -1,11 +1,11 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
 Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
-line and of its media, "by": digest of the model and the settings, "answer": text}. A failed request has "error"
-instead of "answer"; empty lines are skipped. Lines are written whole, as their batches are done. The same command
-continues a run that was stopped: an incomplete line is removed, and answered requests are not repeated. It is
-refused after a change of any file that determines the model (`provenance.py`) or of an image, because one file
-contains answers to one set of inputs.
+line, "inputs": digest of the model's files and the request's media, which `encode` and `compare` share, "by": digest
+of the model and the settings, "answer": text}. A failed request has "error" instead of "answer"; empty lines are
+skipped. Lines are written whole, as their batches are done. The same command continues a run that was stopped: an
+incomplete line is removed, and answered requests are not repeated. It is refused after a change of any file that
+determines the model (`provenance.py`) or of an image, because one file contains answers to one set of inputs.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from refvl.processors.messages import as_messages, media_of
 from refvl.serving.batches import BATCH_TOKENS
 from refvl.serving.model import VLM
-from refvl.serving.provenance import digest_of
+from refvl.serving.provenance import digest_of, digest_of_files, digest_of_inputs, digests_of_media
 from refvl.serving.shards import speaking_of
 
 
@@ -34,22 +34,23 @@ def answer_file(
     """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
 
     common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered is an
-    error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
-    written.
+    error of its own. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to
+    `out`. Raises ValueError if `out` contains anything but this model's answers to these requests, and OSError if it
+    cannot be written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
     lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
-    by = digest_of(vlm, common | options)
+    by, files = digest_of(vlm, common | options), digest_of_files(vlm.provenance)
 
     def asked(number: int) -> dict:
         line, request = lines[number]
-        return {"line": line, "request": _identity(request), "by": by}
+        inputs = digest_of_inputs(files, _media_of_line(request))
+        return {"line": line, "request": hashlib.sha256(request).hexdigest()[:16], "inputs": inputs, "by": by}
 
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked, len(lines))
-        begun = deque[dict]()  # requests whose media are being read, identified before reading
+        begun = deque[dict]()  # requests whose media are being read; each is identified before it is read
 
         def todo() -> Iterator[dict | Exception]:
             for number in range(len(done), len(lines)):
@@ -69,20 +70,14 @@ def answer_file(
     return {entry["line"]: entry["error"] for entry in done if "error" in entry}
 
 
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:16]
-
-
-def _identity(line: bytes) -> str:
-    """Return the digest of a request: of its line, and of the bytes of its media."""
+def _media_of_line(line: bytes) -> list[str]:
+    """Return the digests of a request's media files, including frames of a video given as a list."""
     request: Any = _parse(line)
-    said = [line]
-    with suppress(AttributeError, TypeError, ValueError, OSError):  # its answer is an error
+    digests = list[str]()
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # then the answer is the error
         messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
-        for source in _files(source for _, source, _ in media_of(messages)):
-            with open(source, "rb") as file:
-                said.append(hashlib.file_digest(file, "sha256").digest())
-    return _digest(b"\n".join(said))
+        digests += digests_of_media(_files(source for _, source, _ in media_of(messages)))
+    return digests
 
 
 def _files(media: Iterable) -> Iterator[str]:
@@ -105,7 +100,7 @@ def _parse(line: bytes) -> dict | Exception:
 @contextmanager
 def _held(out: Path) -> Iterator[BufferedRandom]:
     """Open the file of answers, locked for this process."""
-    if out.exists() and not out.is_file():  # a device may have no end
+    if out.exists() and not out.is_file():  # a device may never end
         raise OSError(f"out: {out} is no regular file")
     with open(out, "a+b") as answers:
         try:
@@ -128,7 +123,7 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dic
         except (ValueError, AttributeError):
             raise _not_ours(out, len(done)) from None
         if differing:
-            raise _not_ours(out, len(done), by_another=differing == {"by"})
+            raise _not_ours(out, len(done), by_another="by" in differing and "request" not in differing)
         done.append(entry)
     begin = json.dumps(asked(len(done)))[:-1].encode() if cut and len(done) < count else b""
     if cut and (not begin or cut[: len(begin)] != begin[: len(cut)]):

@@ -1,6 +1,6 @@
 """Embeddings on disk: shards, each renamed once it is written in full, in a folder that one process holds.
 
-A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder; its header
+A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder. Its header
 names the model, and contains the manifest's entry of each image.
 """
 
@@ -23,8 +23,8 @@ from refvl.serving.handover import MANIFEST
 from refvl.serving.lock import LOCK, folder_lock, is_lock
 
 SHARDS, UNFINISHED = "embeds-*.safetensors", ".refvl-unfinished"
-PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # in that folder: files being written, here and by safetensors
-Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
+PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # the folder of the shards, and in it the files that are being written
+Encoded = dict[str, tuple[Tensor, dict]]  # name -> (embeddings, entry in the manifest)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # another program put a file there
+            with suppress(OSError):  # a different program has put a file there
                 _remove_unfinished(out)
 
 
@@ -124,7 +124,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors creates a file of its own, which only its owner may read
+        partial.chmod(mode)  # safetensors creates files that only their owner may read
         _sync(partial)
         partial.replace(path)
         _sync(path.parent)

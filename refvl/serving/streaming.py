@@ -46,7 +46,7 @@ def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreT
     def work() -> None:
         try:
             run(streamer, stop)
-        except BaseException as error:  # a thread's exception is otherwise lost
+        except BaseException as error:  # otherwise the exception of a thread is lost
             failures.append(error)
             streamer.on_finalized_text("", stream_end=True)
 

@@ -51,7 +51,7 @@ def generate(
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids contain the same
+    generate_kwargs.pop("mm_token_type_ids", None)  # the processors of transformers add it; ids contain the same
     model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)

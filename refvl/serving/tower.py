@@ -13,7 +13,6 @@ tower's.
 from collections.abc import Sequence
 from functools import partial
 from math import isqrt
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,12 @@ from torch import Tensor
 
 from refvl.encoders.tower import send_rows
 from refvl.pixels.crops import CropLayout, plan_cuts
-from refvl.pixels.media import Video
 from refvl.pixels.patches import Patches
-from refvl.serving.images import VIDEO_SUFFIXES
+from refvl.serving.images import is_video
 from refvl.study.comparison import is_grid
 from refvl.study.watch import in_patch_order, keep_output, share_weights
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
+Box = tuple[float, float, float, float]  # (left, top, right, bottom) in pixels of the image
 Size = tuple[int, int, int]  # (t, h, w)
 
 
@@ -39,7 +37,7 @@ class NoText:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `copy` and `pickle` look for methods
+        if name.startswith("__"):  # `copy` and `pickle` look up methods
             raise AttributeError(name)
         raise ValueError("text: the model was loaded without its language model; load it without text=False")
 
@@ -47,7 +45,7 @@ class NoText:
 class Cut(NamedTuple):
     """A part of a media item that the tower reads as one grid."""
 
-    box: Box  # a crop may extend beyond the image, where it is black
+    box: Box  # a crop may extend beyond the image, where pixels are black
     patches: Size
     tokens: Size
 
@@ -57,16 +55,15 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
     medium: anything that `encode` accepts. A path with a video's suffix, a list of frames and an array of four
-    dimensions are videos. blocks: tower blocks, -1 for the last; then the result is a list with one map per block, (t,
-    H, W, E), of the states after that block, patches in row-major order. Families that cut images return a list of
-    (box, map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a
-    slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not
-    exist.
+    dimensions are videos. blocks: tower blocks, -1 for the last. Then the result is a list with one map per block, (t,
+    H, W, E): the states after that block, patches in row-major order. Families that cut images return a list of (box,
+    map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a slice is
+    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not exist.
     """
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):
         raise ValueError(f"blocks: expected indices of the tower's {depth} blocks, got {blocks!r}")
-    kind = "videos" if _is_video(medium) else "images"
+    kind = "videos" if is_video(medium) else "images"
     [patches] = model.processor.patchify(model.processor.decode(model.processor.messages("", **{kind: [medium]})))
     cuts = cuts_of(model, patches)
     boxes = None if is_grid(patches.layout) else [cut.box for cut in cuts]
@@ -105,9 +102,9 @@ def cuts_of(model: Any, patches: Patches) -> list[Cut]:
     slices = [(c * x, r * y, (c + 1) * x, (r + 1) * y) for r in range(rows) for c in range(columns)]
     boxes = [whole, *slices] if isinstance(medium, Image.Image) else [whole] * len(layout)
     groups = [(len(group.slices), *group.slices[0]) for group in layout]
-    if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have a location in a slice
+    if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have locations in a slice
         return list(map(Cut, boxes, groups, [(1, h, w) for h, w in sizes]))
-    side = getattr(model.encoder.resampler, "grid_size", None)  # 2.0: its queries form a square
+    side = getattr(model.encoder.resampler, "grid_size", None)  # version 2.0: its queries form a square
     of_slice = (1, side, side) if side else tokens.runs[0]
     return [Cut(box, size, of_slice) for box, size in zip(boxes, groups, strict=True)]
 
@@ -137,9 +134,3 @@ def _as_map(rows: Tensor, sizes: Sequence[Size], boxes: Sequence[Box] | None) ->
     parts = rows.split([t * h * w for t, h, w in sizes])
     maps = [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
     return maps[0] if boxes is None else list(zip(boxes, maps, strict=True))
-
-
-def _is_video(medium: Any) -> bool:
-    if isinstance(medium, (str, Path)):
-        return Path(medium).suffix.lower() in VIDEO_SUFFIXES
-    return isinstance(medium, (Video, list, tuple)) or getattr(medium, "ndim", 3) == 4

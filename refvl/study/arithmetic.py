@@ -33,7 +33,7 @@ def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
         visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
         weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # its experts' rows are summed
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # these sum the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # dimensions of both

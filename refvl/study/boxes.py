@@ -140,7 +140,7 @@ def _rows(boxes) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------- in the text of answers
 
-_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # as many digits as a coordinate has; longer numbers are none
+_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # at most as many digits as a coordinate has; longer numbers do not count
 _PAIR = rf"{_NUMBER}\s*,\s*{_NUMBER}"
 _LIST = re.compile(rf"\[\s*({_PAIR}(?:\s*,\s*{_PAIR})?)\s*\]")
 _KEY = re.compile(r"""\b(?:bbox|point)(?:_2d)?["']?\s*:\s*(\[[\[\]\s\d.,-]*)""")
@@ -150,7 +150,7 @@ _ROUND = re.compile(
     rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
 )
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
-_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, after its thinking
+_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thinking
 
 
 def parse(text: str, family: str, *, points: bool = False) -> Tensor:

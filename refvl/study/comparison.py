@@ -34,9 +34,9 @@ STAGES = {  # dimensions; None: 1 or 2
 }  # fmt: skip
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # fraction of the norm: a bfloat16 tower differs by less, a wrong one hardly ever does
-RTOL = 1e-3  # for the stages of media: allows float32 rounding in a tower, and detects bfloat16
-GROWTH = 8  # factor by which a text model may magnify a difference of its inputs; measured: at most 1
+ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong one hardly ever does
+RTOL = 1e-3  # for media stages: allows float32 rounding in a tower, and detects bfloat16
+GROWTH = 8  # a text model may magnify a difference of its inputs by this factor; measured: at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,13 +44,14 @@ class Stages:
     """The results of each stage of a run: tensors by "stage/what", in order of the path.
 
     source: the software. layouts: one per item, (t, h, w) in patches, or None if it is not a grid. files:
-    digests of the files that determine the model, if they are known.
+    digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, likewise.
     """
 
     tensors: dict[str, Tensor]
     source: str
     layouts: list = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    inputs: str = ""
 
     def save(self, folder: str | Path) -> None:
         """Write `folder`, which must be new or empty, in one step: other readers see nothing or everything.
@@ -63,7 +64,7 @@ class Stages:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
         about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
-        about["files"] = self.files
+        about |= {"files": self.files, "inputs": self.inputs}
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             unfinished = Path(temporary, folder.name)
             unfinished.mkdir()
@@ -100,6 +101,7 @@ class Stages:
             str(about.get("source")),
             grids,
             files if isinstance(files, dict) else {},
+            str(about.get("inputs") or ""),
         )
 
 
@@ -110,16 +112,16 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """The comparison of one tensor in both runs: the largest difference and value, and what exceeds tolerance."""
+    """The comparison of one tensor in both runs: the largest difference and value, and the rows beyond tolerance."""
 
     name: str
     differs: bool
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
-    beyond: str = ""  # how many rows, and the location of the first
-    cause: str = ""  # the usual cause of such a difference, or the one that was found
-    row: int = 0  # the first row beyond tolerance
-    tried: bool = False  # whether running the model with the cause confirmed it
+    beyond: str = ""  # the number of rows, and the location of the first
+    cause: str = ""  # the usual cause of such a difference, or the cause that was found
+    row: int = 0  # the index of the first row beyond tolerance
+    tried: bool = False  # whether a run of the model with this cause confirmed it
 
     def __str__(self) -> str:
         if not self.differs:
@@ -135,7 +137,7 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # that determine both models, and differ
+    files: list[str] = field(default_factory=list)  # files that determine both models and differ; or "media"
 
     @property
     def first(self) -> Difference | None:
@@ -198,11 +200,13 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     if not names:
         raise ValueError(f"a, b: {ours.source} and {theirs.source} share no recorded stage")
     order = list(STAGES)
-    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: recorded order within a stage
+    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: the recorded order is kept within a stage
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
     alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
     known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
     files = [name for name in known if ours.files.get(name) != theirs.files.get(name)]
+    if known and not files and ours.inputs != theirs.inputs:
+        files = ["media"]
     found = Comparison(ours.source, theirs.source, rows, alone, files)
     if model is not None and found.first is not None:
         rows[rows.index(found.first)] = _tried(found.first, model, ours, theirs)
@@ -211,7 +215,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
 
 def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
     """Return the first difference, with its cause if one of those that are tried explains it."""
-    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, and so did the model's inputs
+    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, as did the inputs of the model
         return first
     stage, what = first.name.split("/", 1)
     explained = None
@@ -245,7 +249,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
     if name == MARGINS:
-        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # after it, the answers differ
+        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # after this token, the answers differ
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
     same = (x == y) | (x.isnan() & y.isnan())  # also inf
@@ -279,7 +283,7 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
     """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
 
-    2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2, and the largest of about
+    It is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of about
     10^5 values counts (`tests/closeness.py` derives it). eps is that of the coarser run. Float32 rounds every term of a
     layer's sums, which are about ten times as long as the model is wide. Half precisions are summed in float32, so only
     the ten or so results of a layer are rounded. The difference of the inputs is added `GROWTH` times.
@@ -319,7 +323,7 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     if not what.isdecimal():
         return f"at {unit} {row}"
     grid = layouts[int(what)] if int(what) < len(layouts) else None
-    m = isqrt(prod(grid) // rows) if grid else 0  # patches along a side of a row's square
+    m = isqrt(prod(grid) // rows) if grid else 0  # the side in patches of the square that a row covers
     if not grid or not m or m * m * rows != prod(grid) or any(side % 2 for side in grid[1:]):
         return f"at item {int(what) + 1}, {unit} {row}"
     t, within = divmod(row, rows // grid[0])

@@ -23,8 +23,8 @@ from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
-BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image with which upstream plans
-LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the most slices or crops
+BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image with which upstream plans
+LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the maximum number of slices or crops
 
 
 class LimitKey(NamedTuple):
@@ -33,12 +33,12 @@ class LimitKey(NamedTuple):
     families: str
     medium: str  # "image" or "video"
     file: str
-    key: str  # with dots between the levels
-    limits: str  # the quantity it limits
+    key: str  # dots separate the levels
+    limits: str  # the quantity that the key limits
 
 
 def limit_table() -> str:
-    """Return a Markdown table of the keys, their files and what they limit.
+    """Return a Markdown table of the keys, their files and the quantities they limit.
 
     For a video without a file of its own, the image's file counts.
     """
@@ -66,7 +66,7 @@ class MediaPlan:
 
     kind: str
     size: str  # as decoded
-    becomes: str  # limit, size and grid of the resizing
+    becomes: str  # the limit, and the size and grid after resizing
     layout: Hashable  # (t, h, w) in patches for Qwen and GLM
     patches: int
     tokens: int
@@ -144,7 +144,7 @@ def _tensor_bytes(weight: Tensor) -> int:
     """Return the memory of a parameter, which for a quantised one is that of all its tensors."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
-    names, _ = weight.__tensor_flatten__()  # the method that defines such a subclass
+    names, _ = weight.__tensor_flatten__()  # every subclass of this kind defines this method
     return sum(_tensor_bytes(getattr(weight, name)) for name in names if getattr(weight, name) is not None)
 
 

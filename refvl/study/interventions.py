@@ -27,7 +27,7 @@ from refvl.positions import mrope_delta
 from refvl.study.readout import share_weights
 from refvl.study.report import Trace
 
-RESULTS = {  # stage -> the field of a record that it fills
+RESULTS = {  # stage -> the record's field that it fills
     "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
     "positions": "positions",
 }  # fmt: skip
@@ -42,7 +42,7 @@ class Intervened(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, then replace its result by what its function returns."""
+        """Time a stage, then replace its result by the return value of its function."""
         with Trace.stage(self, name):
             yield
         if name == "plan":
@@ -51,7 +51,7 @@ class Intervened(Trace):
             made = getattr(self, RESULTS[name])
             changed = _checked(name, made, self.changes[name](made))
             if isinstance(made, list):
-                made[:] = changed  # the run refers to the same list
+                made[:] = changed  # in place: the run refers to this list
             else:
                 setattr(self, RESULTS[name], changed)
             if name == "positions":

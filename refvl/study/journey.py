@@ -26,7 +26,7 @@ from refvl.study.report import Trace
 from refvl.study.source import Source, source_of
 
 LIBRARY = Path(__file__).resolve().parents[1]
-ASK = "ask"  # the functions before the first stage
+ASK = "ask"  # the stage of functions before the first stage
 SENTENCES = {
     ASK: "The caller's arguments become a request. They are checked here, once, and the stages trust them.",
     "decode media": "Files and arrays become RGB images. A video becomes the frames that are sampled from it.",
@@ -50,11 +50,11 @@ class Numbers(NamedTuple):
     """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
 
     functions: int  # entered
-    file_changes: int  # between one function and the next, in the order of first entry
+    file_changes: int  # changes between one function and the next, in the order of first entry
     files: int
-    lines: int  # code lines of the functions entered
-    check_lines: int  # of these, the lines that only check
-    whole_files: int  # code lines of the files of these functions
+    lines: int  # the code lines of the functions entered
+    check_lines: int  # those of these lines that only check
+    whole_files: int  # the code lines of the files that contain these functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Function:
     """A function that was entered. Line numbers are those of its file, from 1."""
 
     path: Path
-    file: str  # the path below the recorded folder: "positions/mrope.py"
+    file: str  # the path inside the recorded folder: "positions/mrope.py"
     name: str  # qualified: "VLM.read"
-    first: int  # its first line, decorators included
-    calls: int  # a generator counts again each time it is resumed
-    stage: str  # in which it was first entered
-    caller: tuple[str, int] | None  # file and line of its first call
-    ran: frozenset[int]  # lines of its file that were executed
+    first: int  # the first line of the function, decorators included
+    calls: int  # a generator counts again whenever it is resumed
+    stage: str  # the stage in which it was first entered
+    caller: tuple[str, int] | None  # the file and line of its first call
+    ran: frozenset[int]  # the lines of its file that were executed
 
     @property
     def source(self) -> Source:
@@ -76,13 +76,13 @@ class Function:
 
     @property
     def lines(self) -> range:
-        """All its lines, decorators included."""
+        """All lines of the function, decorators included."""
         first, _, last = self.source.functions.get(self.first, (self.first,) * 3)
         return range(first, last + 1)
 
     @property
     def docstring(self) -> str:
-        """Its docstring without the margin, "" if it has none."""
+        """The function's docstring without the margin; "" if it has none."""
         return self.source.docstring_of(self.first)
 
 
@@ -94,7 +94,7 @@ class Journey:
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # (vocabulary,) per new token, from which it was chosen; empty with beams and drafts
+    scores: list[Tensor]  # per new token, the (vocabulary,) scores that it was chosen from; empty with beams and drafts
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property
@@ -122,10 +122,10 @@ class Recorder:
         self.skip = set(skip)
         self.stage: str | None = ASK
         self.stages: list[str | None] = []  # of each function
-        self.calls: dict[tuple[str, str, int], int] = {}  # by file, name, first line, in the order of first entry
+        self.calls: dict[tuple[str, str, int], int] = {}  # by (file, name, first line), in the order of first entry
         self.callers: list[tuple[str, int] | None] = []  # of each function
-        self.events: dict[str, set[int]] = {}  # executed lines by file, as the interpreter names them
-        self._open = set[FrameType]()  # generators of stages in progress
+        self.events: dict[str, set[int]] = {}  # executed lines by file; files have the interpreter's names
+        self._open = set[FrameType]()  # generators of the stages in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Record a function that is entered; return the function to call for each of its lines."""
@@ -135,7 +135,7 @@ class Recorder:
         file = file.removeprefix(self.root)
         if frame.f_code is STAGE:
             self._turn(frame)
-        if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension is part of the function around it
+        if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the function around it
             self._enter(file, frame)
         lines = self.events.setdefault(file, set())
         lines.add(frame.f_code.co_firstlineno)

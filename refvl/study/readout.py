@@ -81,7 +81,7 @@ class Readout:
 
     def _keep(self, output: Any) -> None:
         x_BLD = output[0] if isinstance(output, tuple) else output
-        if threading.get_ident() == self.thread and not self.first:  # the first forward reads row L - 1
+        if threading.get_ident() == self.thread and not self.first:  # the first forward contains row L - 1
             self.states.append(x_BLD[0, self.length - 1 - self.start].clone())
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:

@@ -104,7 +104,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)[0, readout.length :]
     for hook in (*hooks, readout):
         hook.remove()
-    for kind, members in (("image", images), ("video", videos)):  # the order in which transformers runs the tower
+    for kind, members in (("image", images), ("video", videos)):  # transformers runs the tower in this order
         if members:
             tokens = inputs[f"{kind}_grid_thw"].prod(1) // vlm.encoder.config.spatial_merge_size**2
             found |= {f"encode/{i}": x for i, x in zip(members, encoded.pop(0).split(tokens.tolist()), strict=True)}

@@ -67,7 +67,7 @@ def text_uncounted_positions(
         base, stop = int(positions[2, start]) + 1, start + 1 + piece.shape[1]
         positions[:, start + 1 : stop] = piece[:3] + base
         positions[:, stop:] = is_text[stop:].cumsum(0) + base + piece[3, 0] - 1
-        counted += piece.shape[1]  # and not the text before it
+        counted += piece.shape[1]  # the text before the piece does not count
     return positions, mrope_delta(positions)
 
 

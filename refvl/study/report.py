@@ -14,6 +14,7 @@ from refvl.arguments import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
+from refvl.serving.provenance import digest_of_files, digest_of_inputs, digests_of_media
 from refvl.study.comparison import Stages, html_table
 from refvl.trace import Record
 
@@ -30,17 +31,17 @@ class Trace(Record):
     With `prefill_chunk` patches, metadata, embeds and inputs_embeds are empty: their tensors are freed during the run.
     """
 
-    cache: Any = None  # keys and values of the prompt but its last token, until `generate` continues from them
-    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if it was prefilled in chunks
-    cached: list[bool] = field(default_factory=list)  # per item, with a media cache: whether it was cached
-    seconds_saved: float = 0.0  # the seconds that encoding those items would have taken
-    largest: dict[str, float] = field(default_factory=dict)  # largest absolute value produced by a stage or its layers
-    last_states: Tensor | None = None  # (layers + 1, D) of the last prompt token: into layer 0, out of each
-    first_logits: Tensor | None = None  # (V,) from which the first new token was chosen
-    margins: Tensor | None = None  # per new token, its best logit minus the second best; None with beams
+    cache: Any = None  # keys and values of the prompt except its last token, until `generate` continues from them
+    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
+    cached: list[bool] = field(default_factory=list)  # with a media cache: whether each item was cached
+    seconds_saved: float = 0.0  # the time that encoding the cached items would have taken
+    largest: dict[str, float] = field(default_factory=dict)  # the largest absolute value of a stage or its layers
+    last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
+    first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen
+    margins: Tensor | None = None  # the best logit minus the second best of each new token; None with beams
     attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None: linear
-    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
-    tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0, after each; the last normed
+    tower_attentions: list[list] = field(default_factory=list)  # a `SegmentAttention` per segment, for each block
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each
 
     def __repr__(self) -> str:
@@ -77,13 +78,15 @@ class Trace(Record):
         grids = [layout if is_grid(layout) else None for layout in self.layouts]
         return Stages(made, f"refvl {refvl.__version__}", grids)
 
-    def save(self, folder: str | Path, *, provenance: Sequence = ()) -> None:
+    def save(self, folder: str | Path, *, provenance: Sequence = (), media: Sequence = ()) -> None:
         """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`.
 
-        provenance: `VLM.provenance`; with it, `refvl.compare` also names the files that differ.
+        provenance: `VLM.provenance`; media: the request's images and videos, as they were passed. With them,
+        `refvl.compare` also names the files that differ, and the manifest contains `digest_of_inputs`.
         """
         files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
-        replace(self.stages, files=files).save(folder)
+        inputs = digest_of_inputs(digest_of_files(provenance), digests_of_media(media)) if provenance else ""
+        replace(self.stages, files=files, inputs=inputs).save(folder)
 
     @property
     def layouts(self) -> list:
@@ -132,7 +135,7 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """Describe the tokens after the first forward's: how many, how fast, and how many of all were drafts."""
+    """Describe the tokens after those of the first forward: how many, how fast, and how many of all were drafts."""
     more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
     drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""

@@ -22,11 +22,11 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
     release: the JSON file of a released config; pixel limits come from the folder of that name, if there is one.
-    like: a checkpoint folder of the same family, for all text files. depth: the number of tower blocks and of
-    text layers. seed: of the weights, which transformers draws as it does before training.
+    like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
+    of text layers. seed: the seed of the weights, which transformers draws as it does before training.
 
-    Raises ValueError for another family in `like`, for a depth below the number of features that a tower passes to the
-    text model, and for a folder that contains anything.
+    Raises ValueError for another family in `like` and for a folder that contains anything. Also raises it for a depth
+    below the number of features that a tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
@@ -40,7 +40,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None  # random weights have no reason to stop
+    model.generation_config.eos_token_id = None  # a model with random weights has no reason to stop
     with progress_bars(False):
         model.save_pretrained(folder)
     for name in TEXT_FILES:

@@ -10,7 +10,7 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # names of functions that only check
+_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # functions with these names only check
 _NO_CODE = {  # kinds of tokens that are not code
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -50,7 +50,7 @@ class Source:
         """Return the executed lines, with whole statements: the interpreter reports only some lines of a long one."""
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
-        for line in sorted(self.code, reverse=True):  # `else:` is no statement; it runs if the next line does
+        for line in sorted(self.code, reverse=True):  # `else:` is no statement; it runs if the next line runs
             if self.lines[line].strip() in ("else:", "finally:") and after in ran:
                 ran.add(line)
             after = line

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from refvl.study.readout import Readout, share_weights
 
-LEFT = 1e-3  # the share of a difference that a cause may leave unexplained
+LEFT = 1e-3  # a cause may leave this share of a difference unexplained
 FACTORS = (0.125, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 100.0)
-THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # of released text models
-SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
+THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # rope theta of released text models
+SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # sections of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 HALVES = (torch.bfloat16, torch.float16)
-GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # of a search between two factors; it narrows their distance to 1e-5
+GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # a search between two factors narrows their distance to 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Inputs:
     """The inputs of the text model."""
 
     embeds_LD: Tensor
-    positions_3L: Tensor  # integers, or any numbers
+    positions_3L: Tensor  # these may be integers or any other numbers
     deepstack: Tensor | None  # (L, D * k), zeros for text
     causal: bool = True
 
@@ -53,7 +53,7 @@ class Outputs:
         return (self.states[row] if row < len(self.states) else self.logits).float()
 
 
-Change = Callable[[Any, Inputs], Inputs]  # alters the copy of a text model that it receives, or the inputs
+Change = Callable[[Any, Inputs], Inputs]  # changes the copy of a text model that it receives, or the inputs
 
 
 def explain(text: Any, a: Mapping[str, Tensor], b: Mapping[str, Tensor], row: int) -> tuple[str, str] | None:
@@ -97,7 +97,7 @@ def prefill(text: Any, inputs: Inputs) -> Outputs:
     given["position_ids"] = inputs.positions_3L[:, None].to(text.device)
     if inputs.deepstack is not None:
         given["deepstack_embeds"] = inputs.deepstack[None].to(text.device, text.dtype)
-    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # four dimensions are used unchanged
+    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # a mask of four dimensions is used unchanged
     given["attention_mask"] = torch.ones(mask_shape, dtype=torch.bool, device=text.device)
     readout = Readout(text, text.model.layers, length)
     try:
@@ -112,7 +112,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
     short = share_weights(text)
     short.model.layers = short.model.layers[:row]
     before, kernels = _distance(ours, odd, row), _distance(ours, even, row)
-    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # the model differs from the even run, too, by its kernels
+    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # the kernels of the even run differ, too
 
     def left(change: Change) -> float:
         changed = share_weights(short)
@@ -120,7 +120,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
     found, head = dict[str, float](), len(ours.states)
     for name, change in _changes(text, inputs, row, left):
-        if left(change) <= enough:  # later rows have to agree, too: features left out here may be added there
+        if left(change) <= enough:  # later rows have to agree, too, because features left out here may be added there
             changed = share_weights(text)
             found[name] = _distance(prefill(changed, change(changed, inputs)), odd, head)
             if found[name] <= LEFT * _distance(ours, odd, head):
@@ -138,7 +138,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
         scale = _fitted(lambda factor: partial(_scale_logits, factor=factor), left, FACTORS)
         yield f"head: logits {scale:.4g} times as large", partial(_scale_logits, factor=scale)
     else:
-        if inputs.deepstack is not None and row > 1:  # features added after a layer show in the next one's output
+        if inputs.deepstack is not None and row > 1:  # features added after a layer appear in the output of the next
             for name, change in DEEPSTACK.items():
                 yield f"layer {row - 2}: deepstack, {name}", change
         yield f"{at}: attention, not causal", lambda changed, given: replace(given, causal=False)
@@ -149,7 +149,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
     for half in HALVES:
         yield f"{at}: precision, computed in {word(half)}", partial(_compute_in, half=half)
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"]
-    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # else earlier layers would differ, too
+    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # otherwise earlier layers differ, too
         for name, change in _rotary_changes(text, inputs, left):
             yield f"{at}: rotary, {name}", change
 
@@ -252,7 +252,7 @@ def _assign(changed: Any, given: Inputs, axes: list[int]) -> Inputs:
     def forward(x: Tensor, position_ids: Tensor, inner: Callable = rotary.forward) -> tuple[Tensor, ...]:
         by_axis = [inner(x, position_ids[axis].expand(3, -1, -1)) for axis in range(3)]  # (cos, sin), (B, L, K) each
         cos, twice = by_axis[0][0], torch.tensor(axes, device=x.device)[:, None].expand(-1, 2)
-        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # else the two of a pair are adjacent, as in GLM
+        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # otherwise the two of a pair are adjacent, as in GLM
         chosen = (twice.T if in_halves else twice).flatten()
         return tuple(
             torch.stack(factors).gather(0, chosen.expand(1, *factors[0].shape))[0]
@@ -268,7 +268,7 @@ def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], 
     ordered = sorted(factors)
     shares = [left(change(factor)) for factor in ordered]
     best = shares.index(min(shares))
-    if not LEFT / 10 < shares[best] < 0.9:  # exact already, or far off
+    if not LEFT / 10 < shares[best] < 0.9:  # the factor is exact already, or far off
         return ordered[best]
     low, high = ordered[max(best - 1, 0)], ordered[min(best + 1, len(ordered) - 1)]
     for _ in range(STEPS):

@@ -18,7 +18,7 @@ from refvl.positions.rotary import block_positions
 from refvl.study.readout import share_weights
 from refvl.study.text_causes import EPSILONS, HALVES, LEFT, compute_norms_in, norms_of, set_epsilon, word
 
-Attempt = tuple[Any, Tensor, Any]  # tower, rows and plan
+Attempt = tuple[Any, Tensor, Any]  # (tower, rows, plan)
 
 
 @torch.inference_mode()

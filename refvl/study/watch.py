@@ -41,8 +41,8 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 class SegmentAttention(NamedTuple):
     """The attention inside one segment of a block."""
 
-    rows: Tensor  # (S,) int64 patch rows, media concatenated in the order of `Trace.patches`; -1: a class token
-    weights: Tensor  # (H, S, S): query, key; they sum to 1 over the keys
+    rows: Tensor  # (S,) int64 patch rows of media concatenated in the order of `Trace.patches`; -1: a class token
+    weights: Tensor  # (H, S, S): query, key; the sum over the keys is 1
 
 
 class TowerWatch:
@@ -51,7 +51,7 @@ class TowerWatch:
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
         blocks = list(self.encoder.blocks)
-        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # per block and pass through the blocks
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, and by pass through the blocks
         self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
         if attentions:
             for block, kept in zip(blocks, self.segments, strict=True):
@@ -63,7 +63,7 @@ class TowerWatch:
 
     def fill(self, trace: Trace) -> None:
         """Fill `tower_attentions` and `tower_hidden_states` by the plans in the trace's `metadata`, one per forward."""
-        rows, start = list[Tensor](), 0  # per pass: the patch row at each position, over all forwards
+        rows, start = list[Tensor](), 0  # per pass, the patch row at each position of all forwards
         for metadata in trace.metadata:
             runs = self.encoder.block_rows(metadata)
             rows += [torch.where(places < 0, places, places + start) for places in runs]
@@ -105,7 +105,7 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     runs = [len(patches.media_tokens.runs) for patches in trace.patches]
     spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
     places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
-    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # index among the kept tokens
+    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # the index among the kept tokens
     taken = torch.stack([x[:, len(trace.input_ids) - 1 + token] for x in trace.attentions if x is not None])
     return taken[..., keys] * trace.keep[places].to(taken)
 
@@ -277,8 +277,9 @@ def trace(
     of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With `prefill_chunk`
     pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage. Raises
     FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that cannot be
-    read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer than the context.
-    The same errors are raised for options of `generate` that do not exist or do not lead to one answer in text.
+    read, and for placeholders that do not match the media. Also raises them for a pruning rate outside [0, 1) and a
+    prompt longer than the context. The same errors are raised for options of `generate` that do not exist or do not
+    lead to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {
@@ -317,7 +318,7 @@ def watched_run(
         model.family.require("attentions")
     tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
     language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
-    watched = copy.copy(model)  # with everything else of the model
+    watched = copy.copy(model)  # the copy shares everything else with the model
     watched.encoder = tower.encoder
     watched.language_model = language.language_model
     watched.graphs = watched.media_cache = None

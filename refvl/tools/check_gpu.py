@@ -4,7 +4,7 @@
     checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
     result        a JSON, rewritten after every row, and a zip with it, a table and logs, to attach to an issue
 
-After any failure, the JSON contains what was running, what was found, and that not all checks passed.
+After any failure, the JSON contains the running check and all results so far, and does not count as passed.
 """
 
 import importlib
@@ -35,9 +35,9 @@ from refvl.tools import gpu_checks
 from refvl.tools.gpu_checks import HEAD_DIMS, Bench, Skipped
 
 GIT = ("git", "-C", str(CLONE))
-SECONDS = {False: 60, True: 600}  # of a quick run, and of one with all checks
+SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
 FORMAT = 1  # of the JSON
-GOOD = ("passed", "skipped")  # states of a check that do not fail a run
+GOOD = ("passed", "skipped")  # a check in one of these states does not fail a run
 
 
 def describe_backend(backend: str) -> str:
@@ -62,7 +62,7 @@ def check_gpu(
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
     out: the JSON; a zip of the same name is written next to it. thorough: run every check, in at most ten minutes;
-    otherwise those of a minute. bench, checks, seconds: what is run, how much of it, and for how long; for tests.
+    otherwise those of a minute. bench, checks, seconds: the work, the checks and the time limit, which only tests set.
     Raises ValueError if `device` names no CUDA device. If the device cannot run anything, "problem" contains the
     reason.
     """
@@ -98,7 +98,7 @@ def check_gpu(
 
 
 def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
-    """Run one check and record its rows, state and seconds. Only interrupts get out of it, no other exceptions."""
+    """Run one check and record its rows, state and seconds. It raises only interrupts."""
     entry["state"], start = "running", time.monotonic()
     report.save(zipped=True)
     try:

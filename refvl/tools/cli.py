@@ -36,7 +36,7 @@ from refvl.tools.tables import stage_table
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-MOST_REPEATS = 10_000  # timed calls of a benchmark
+MOST_REPEATS = 10_000  # a benchmark times at most this many calls
 TRACEBACK = "REFVL_TRACEBACK"  # environment variable
 
 Checkpoint = Annotated[
@@ -61,7 +61,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
-Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
+Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that chooses them")]
 Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
@@ -95,7 +95,7 @@ class Console(rich.console.Console):
 
 def leave_pipe() -> NoReturn:
     """Exit silently, with the status of a program whose reader is gone (`| head`)."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is flushed at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # this is for output that is flushed at exit
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
@@ -128,7 +128,7 @@ def _flush() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output is flushed at exit
         raise OSError(f"stdout: cannot be written ({error.strerror})") from None
 
 
@@ -274,7 +274,7 @@ def trace(
     console.print(f"first token after {run.ttft:.3f} s")
     console.print(f"answer: {run.text}")
     if save:
-        run.save(save, provenance=model.provenance)
+        run.save(save, provenance=model.provenance, media=[*(image or ()), *(video or ())])
     if with_:
         theirs = record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)
         print(plain(str(refvl.compare(run, theirs, model=model))))
@@ -354,7 +354,7 @@ def info(
         return
     table = Table(show_header=False, title=plain(checkpoint))
     shaping = model.provenance
-    with suppress(FileNotFoundError, ValueError):  # a folder may have no weights, or not all
+    with suppress(FileNotFoundError, ValueError):  # a folder may lack some or all of its weights
         shaping = sources(shaping[0].path.parent, weights=True) if shaping else []
     names = ", ".join(source.path.name for source in shaping) or "none: a config alone"
     for row in [*describe(model, media, **options).items(), ("its files", names)]:
@@ -396,7 +396,7 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     shown = sys.stderr.isatty() and rank == 0
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
-    if rank == 0:  # a failure of another rank would make torchrun end this one before it has printed
+    if rank == 0:  # if another rank failed, torchrun would end this one before it has printed
         clips = f" and {len(manifest['videos'])} videos" if manifest["videos"] else ""
         print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
         for name, reason in manifest["unreadable"].items():
@@ -424,7 +424,7 @@ def bench(
     if (root := str(DATA.parent)) not in sys.path:
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
-    module = importlib.import_module(f"benchmarks.{name.value}")  # next to the package, not installed with it
+    module = importlib.import_module(f"benchmarks.{name.value}")  # it is next to the package and not installed
     taken = inspect.signature(module.run).parameters
     module.run(write=write, **{option: value for option, value in options.items() if option in taken})
 
@@ -509,7 +509,7 @@ def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name may not be UTF-8
+            stream.reconfigure(errors="backslashreplace")  # names need not be UTF-8
     typer.rich_utils.Console = partial(Console, markup=True)  # type: ignore[misc, assignment]  # for help and errors
     with report_mistakes():
         try:

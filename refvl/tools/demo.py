@@ -19,7 +19,7 @@ PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
 PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
-PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # answers: data/README.md
+PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # data/README.md has the answers
 PRUNING_RATE = 0.5
 TOY = """\
 The shipped models are toys, trained on drawn scenes of coloured shapes; the next image and video are held-out scenes.

@@ -60,15 +60,15 @@ from refvl.study.arithmetic import encoder_operations
 
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
-HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; random lengths would not put empty ones first, last and between
+HEAD_DIMS = (64, 72, 80, 112, 128)  # those of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # of segments; random lengths would not put empty ones first, last and between
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
-RANKS = ("nccl", "cuda")  # the process group of `data parallel`, and the devices on which it encodes
+RANKS = ("nccl", "cuda")  # the backend of `data parallel`'s process group, and the devices on which it encodes
 QUESTIONS: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # of each shipped model; every token wins by at least 3 logits, so rounding changes none
+] = {  # token ids of each shipped model; every token wins by at least 3 logits, so rounding changes none
     "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
@@ -78,7 +78,7 @@ QUESTIONS: dict[
 }
 if "minicpmv4_7" not in CONFIG_MAPPING:  # transformers before 5.23
     del QUESTIONS["tiny-minicpmv-4_7"]
-MINICPMV = {  # a small config.json of MiniCPM-V
+MINICPMV = {  # config.json of a small MiniCPM-V
     "hidden_size": 64, "query_num": 4, "scale_resolution": 56,
     "vision_config": {
         "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98,
@@ -98,12 +98,12 @@ class Bench:
     device: torch.device
     tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `times`
     small: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `graphs` and `streams`
-    sides: Sequence[int] = (16, 36, 74)  # patches: images of 224, 504 and 1036 px
+    sides: Sequence[int] = (16, 36, 74)  # in patches: images of 224, 504 and 1036 px
     clip: tuple[int, int, int] = (8, 36, 36)
     text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
-    prompt: int = 1024  # tokens before the decode step
-    repeats: int = 20  # of a timed call, and of each thread's calls in `streams`
-    attachments: dict[str, str] = field(default_factory=dict)  # file name -> text, for the zip
+    prompt: int = 1024  # the number of tokens before the decode step
+    repeats: int = 20  # the number of timed calls, and of each thread's calls in `streams`
+    attachments: dict[str, str] = field(default_factory=dict)  # the files of the zip: name -> text
 
     @property
     def half(self) -> torch.dtype:
@@ -114,7 +114,7 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
     """Return one check's row. measured must be at most allowed; allowed None sets no limit."""
     measured = float(measured)
     passed = allowed is None or measured <= allowed  # nan fails
-    kept = measured if isfinite(measured) else str(measured)  # JSON has no nan
+    kept = measured if isfinite(measured) else str(measured)  # JSON has no representation of nan
     return {"check": check, "measured": kept, "allowed": allowed, "unit": unit, "passed": passed}
 
 
@@ -132,12 +132,12 @@ def check_attention(bench: Bench) -> Iterator[dict]:
         for head_dim in HEAD_DIMS:
             generator = torch.Generator().manual_seed(head_dim)
             qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
-            q, k, v = qkv.unbind(1)  # strided, like the result of a fused projection
+            q, k, v = qkv.unbind(1)  # these are strided, like the result of a fused projection
             exact = _exact_attention(q, k, v)
             for backend in available_backends(bench.device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
                 out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
-                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
+                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # for float32; tf32 is not considered
                 error = float((out.double() - exact).abs().max() / v.double().abs().max())
                 yield row(f"{backend}, {_name(dtype)}, heads of {head_dim}", error, steps * torch.finfo(dtype).eps)
 
@@ -180,7 +180,7 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
     encoder_class = towers()[name]
     if hasattr(encoder_class, "config_class") and hasattr(encoder_class.config_class, "tiny"):
         config = encoder_class.config_class.tiny()
-        narrow = getattr(config, "hidden_size", 64) % 64  # a kernel accepts heads of 8, 16, ... values
+        narrow = getattr(config, "hidden_size", 64) % 64  # kernels accept heads of 8, 16, ... values
         encoder = encoder_class(replace(config, hidden_size=64) if narrow else config)
     else:
         encoder = encoder_class.from_config(MINICPMV)
@@ -209,7 +209,7 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
             values = rows.to(bench.device, dtype)
             allowed = _allowed(encoder, dtype) * growth
             if compiled:
-                if encoder.backend() == "varlen":  # only then are blocks compiled
+                if encoder.backend() == "varlen":  # blocks are compiled only for this backend
                     encoder.compile_blocks()
                     yield row(f"{name}, {_name(dtype)}, compiled", _error(encoder(values, layouts), wanted), allowed)
                 continue
@@ -477,7 +477,7 @@ def _draw_weights(encoder: Any) -> torch.Generator:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in encoder.named_parameters():
-            mean = float(parameter.ndim == 1 and key.endswith("weight"))  # the scale of a norm
+            mean = float(parameter.ndim == 1 and key.endswith("weight"))  # norms scale around 1
             std = 0.2 if parameter.ndim == 1 else 1.6 / parameter[0].numel() ** 0.5
             if "position" in key or "pos_embed" in key:
                 std = 1.0

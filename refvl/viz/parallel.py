@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import UNUSED, axes_or_new, ink_on
+from refvl.viz.style import STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
@@ -88,8 +88,8 @@ def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "
     ax = axes_or_new(ax, figsize=(6.5, 4))
     ranks = sorted({n for curve in speed_up.values() for n in curve})
     ax.plot(ranks, ranks, "--", color="0.5", label="ideal")
-    for (name, curve), marker in zip(speed_up.items(), "osd^v<>", strict=False):
-        ax.plot(list(curve), list(curve.values()), marker=marker, ms=5, lw=1.8, label=name)
+    for (name, curve), color, marker in zip(speed_up.items(), STAGE_COLORS, "osd^v<>", strict=False):
+        ax.plot(list(curve), list(curve.values()), color=color, marker=marker, ms=5, lw=1.8, label=name)
     ax.set(xlabel="ranks", ylabel="times as fast as one rank", title=title or "speed-up", xticks=ranks)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 # One palette for figures and explorers. Against the surface, text (ink, muted, and names in `_text`) has a contrast of
-# at least 4.5, marks of 3. t, h and w are only for time, height and width. The three axes, and the three
-# kinds of token, are distinguishable for colour-blind readers. `empty` is the absence of a mark.
+# at least 4.5, and marks have a contrast of at least 3. The colours t, h and w stand only for time, height and width, and
+# no other colour looks like them. Colour-blind readers can distinguish the axes, and also the kinds of token. `empty` is
+# the absence of a mark.
 THEMES = {
     "light": {
         "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
@@ -24,7 +25,7 @@ THEMES = {
     "dark": {
         "surface": "#111111", "ink": "#e8e8e8", "muted": "#a9b1bc", "line": "#747c88", "empty": "#30343a",
         "t": "#f2728f", "h": "#4fb3e8", "w": "#f0c05a",
-        "text": "#79828f", "image": "#7cc0ff", "video": "#c45fd6", "kept": "#3dbfae", "highlight": "#ff9a3d",
+        "text": "#79828f", "image": "#9ac4fe", "video": "#c45fd6", "kept": "#3dbfae", "highlight": "#ff9a3d",
         "w_text": "#f0c05a", "highlight_text": "#ff9a3d",
     },
 }  # fmt: skip
@@ -35,7 +36,7 @@ KEPT, PRUNED = _LIGHT["kept"], _LIGHT["empty"]
 UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
 # for bars end to end and lines side by side: neighbours, and the first six, differ most for all readers
 STAGE_COLORS = (
-    "#0072b2", "#e69f00", "#994f00", "#0f2080", "#7fc8a9", "#663333", "#009e73", "#5d3a9b", "#c08400", "#1c1c1c",
+    "#4068d0", "#e69f00", "#994f00", "#0f2080", "#7fc8a9", "#663333", "#009e73", "#5d3a9b", "#909010", "#1c1c1c",
 )  # fmt: skip
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part that contrasts with the surface
@@ -44,7 +45,7 @@ HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
-    """Make a notebook's inline figures light and sharp, and give them alt text: `as_output`.
+    """Make a notebook's inline figures light and sharp, in `STAGE_COLORS`, and give them alt text: `as_output`.
 
     dpi: pixels of the page to an inch of the figure. heavy: as in `as_output`.
     """
@@ -52,6 +53,7 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
     plt.rcParams["figure.dpi"] = dpi
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=STAGE_COLORS)
     if (shell := get_ipython()) is not None:
         set_matplotlib_formats()  # sets the backend, which would otherwise add its own formatters
         shell.display_formatter.mimebundle_formatter.for_type(Figure, partial(as_output, heavy=heavy))

@@ -8,13 +8,15 @@ import itertools
 from pathlib import Path
 
 import pytest
-from explorers_in import made, shown
+from explorers_in import CONTRAST, made, shown
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
+from refvl.viz.style import THEMES
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
+WITH_AXES = {"windows", "positions", "mrope", "evs"}  # explorers that draw t, h or w
 SMALLEST, LEAST_CONTRAST, TARGET = 11, 4.5, 44  # CSS pixels, WCAG AA, CSS pixels
 WATCH = (Path(__file__).parent / "written.js").read_text()
 
@@ -106,9 +108,9 @@ def test_a_finger_everywhere(opened):
 
 @pytest.mark.parametrize("width", [390, 768, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_word_can_be_read(opened, width, theme):
-    """On the canvases, in the state shown and with an item chosen: its size on the screen, its contrast, and no word
-    that is cut off. The page is no wider than the screen."""
+def test_every_word_can_be_read(opened, file, width, theme):
+    """In the state shown and with an item chosen: the contrast of each word, and on canvases its size on the screen and
+    that it is not cut off. The page is no wider than the screen; t, h and w alone have their colours."""
     device = PHONE if width == 390 else {"viewport": {"width": width, "height": 900}}
     page = opened(WATCH, **device, color_scheme=theme)
     root = page.locator(".refvl")
@@ -120,6 +122,10 @@ def test_every_word_can_be_read(opened, width, theme):
     assert [(t["text"], t["size"]) for t in texts if t["size"] < SMALLEST - 0.05] == []
     assert [(t["text"], round(t["contrast"], 2)) for t in texts if t["contrast"] < LEAST_CONTRAST] == []
     assert [t["text"] for t in texts if not t["inside"]] == []
+    assert page.evaluate(CONTRAST) == []
+    inks = set(page.evaluate("[...window.inks].map(String)"))
+    axes = {THEMES[theme][name] for name in ("t", "h", "w", "w_text")}
+    assert bool(inks & axes) == (file[0] in WITH_AXES) and THEMES[theme]["ink"] in inks
 
 
 def test_a_finger_hits_every_control(opened):

@@ -71,3 +71,16 @@ def test_nothing_was_asked_for_and_nothing_complained(opened):
     """Last, after all that was done with the page."""
     _, heard, asked, address = opened
     assert [url for url in asked if not url.startswith("data:")] == [address] and heard == []
+
+
+def test_the_reference_fits_a_phone(chromium, tmp_path):
+    """Long names and signatures wrap: the page is no wider than the screen."""
+    import pages
+    import reference
+
+    file = tmp_path / "reference.html"
+    file.write_text(pages.document("API reference", reference.body(), style=reference.LOOK), encoding="utf-8")
+    page = chromium.new_page(viewport={"width": 390, "height": 844}, is_mobile=True)
+    page.goto(file.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.close()

@@ -5,39 +5,19 @@ import statistics
 
 import numpy as np
 import pytest
-from explorers_in import OUT
+from explorers_in import CONTRAST, OUT
 from PIL import Image
 from shipped import shipped
 
 from data.training import scenes
 from refvl.viz.live import page as live_page
 from refvl.viz.live.widget import STILL
+from refvl.viz.style import THEMES
 
 pytestmark = pytest.mark.browser
 THINGS = [("circle", "red", 2), ("square", "blue", 3), ("star", "yellow", 7)]
 LIMIT = 3_000_000
 WIDTHS = {390: 844, 768: 1024, 1400: 900}
-CONTRAST = """() => {
-  const light = color => {
-    const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
-    const [r, g, b] = color.match(/[\\d.]+/g).map(c => linear(c / 255));
-    return .2126 * r + .7152 * g + .0722 * b + .05;
-  };
-  const behind = node => {
-    for (let n = node; n; n = n.parentElement) {
-      const color = getComputedStyle(n).backgroundColor;
-      if (color !== "rgba(0, 0, 0, 0)") return color;
-    }
-    return getComputedStyle(document.documentElement).backgroundColor;
-  };
-  const isShown = e => e.checkVisibility() && !e.closest("script, :disabled");
-  const texts = [...document.querySelectorAll("body *")].filter(e => isShown(e)
-    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-  return texts.map(e => {
-    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
-    return [Math.max(a, b) / Math.min(a, b), e.textContent.trim().slice(0, 40)];
-  }).filter(([ratio]) => ratio < 4.5);
-}"""
 
 
 @pytest.fixture(scope="module", params=live_page.LIVE)
@@ -209,6 +189,37 @@ def test_every_chapter_fits_and_can_be_read(opened, width, theme):
     page.emulate_media(reduced_motion="no-preference", color_scheme="light")
     page.set_viewport_size({"width": 1400, "height": 900})
     page.evaluate("scrollTo(0, 0)")
+
+
+INKS = """window.inks = new Set();
+const proto = CanvasRenderingContext2D.prototype;
+const styles = { fill: "fillStyle", fillText: "fillStyle", stroke: "strokeStyle" };
+for (const [name, style] of Object.entries(styles)) {
+  const draw = proto[name];
+  proto[name] = function (...rest) { window.inks.add(this[style]); return draw.apply(this, rest); };
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axis_colours_mean_axes_only(opened, theme):
+    """On the stage, chapters about positions draw in the colours of t, h and w, and no other chapter does."""
+    _, page, _, _, address = opened
+    page = page.context.new_page()
+    page.add_init_script(INKS)
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.goto(address)
+    show(page, THINGS, "Where is the circle?")
+    axes, found = {THEMES[theme][name] for name in ("t", "h", "w", "w_text")}, []
+    for chapter in range(10):
+        page.evaluate("c => refvl.go(c)", chapter)
+        settle(page)
+        page.evaluate("window.inks.clear(); window.dispatchEvent(new Event('resize'))")
+        settle(page)
+        inks = set(page.evaluate("[...window.inks].map(String)"))
+        assert inks
+        found += [chapter] if inks & axes else []
+    page.close()
+    assert found == [6, 7]
 
 
 def test_a_still_for_the_index_and_the_notebook(opened):

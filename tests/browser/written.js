@@ -1,5 +1,5 @@
 // Keeps every text that a canvas shows in `window.texts`: its size on the screen, its contrast with its outline or with
-// the commonest colour under it, and whether it is inside of its canvas.
+// the commonest colour under it, and whether it is inside of its canvas. `window.inks` are the colours of everything.
 const proto = CanvasRenderingContext2D.prototype, { fillText, strokeText } = proto;
 const probe = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 const rgb = color => { probe.fillStyle = color; probe.fillRect(0, 0, 1, 1); return [...probe.getImageData(0, 0, 1, 1).data]; };
@@ -10,9 +10,15 @@ const { getContext } = HTMLCanvasElement.prototype;
 HTMLCanvasElement.prototype.getContext = function (kind) { return getContext.call(this, kind, { willReadFrequently: true }); };
 let outline = ["", ""];
 window.texts = [];
+window.inks = new Set();  // every colour that is filled or stroked
+for (const [name, style] of [["fill", "fillStyle"], ["fillRect", "fillStyle"], ["stroke", "strokeStyle"], ["strokeRect", "strokeStyle"]]) {
+  const draw = proto[name];
+  proto[name] = function (...rest) { window.inks.add(this[style]); return draw.apply(this, rest); };
+}
 window.contrast = (a, b) => contrast(rgb(a), rgb(b));
 proto.strokeText = function (text, ...rest) { outline = [text, this.strokeStyle]; return strokeText.call(this, text, ...rest); };
 proto.fillText = function (text, x, y, ...rest) {
+  window.inks.add(this.fillStyle);
   const seen = this.canvas.getBoundingClientRect().width / this.canvas.width, turn = this.getTransform();
   const box = this.measureText(text), xs = [x - box.actualBoundingBoxLeft, x + box.actualBoundingBoxRight];
   const ys = [y - box.actualBoundingBoxAscent, y + box.actualBoundingBoxDescent];

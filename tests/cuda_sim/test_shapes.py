@@ -20,6 +20,7 @@ PICTURES, CLIP = (SliceGroup(((32, 32),)), SliceGroup(((28, 37),))), (SliceGroup
 LAYOUTS = {
     "Step3": [(1, 2), (0, 0)],
     "MiniCPM-V-4_5": [PICTURES, CLIP],
+    "MiniCPM-V-4_6": [((32, 32), (28, 36))],
     "MiniCPM": [PICTURES],
     "": [(1, 16, 16), (2, 18, 30), (1, 74, 74)],
 }

@@ -399,7 +399,7 @@ def test_the_examples_of_the_docstrings():
     ("arguments", "error", "message"),
     [
         ({"policy": "best"}, ValueError, r"policy: expected one of \('greedy', 'optimal'\), got 'best'"),
-        ({"output_tokens": [8, -1]}, ValueError, r"output_tokens\[1\]: must be at least 1, got -1"),
+        ({"output_tokens": [8, -1]}, ValueError, r"output_tokens\[1\]: must be at least 0, got -1"),
         ({"output_tokens": [8.0]}, TypeError, r"output_tokens\[0\]: expected an integer, got float"),
         ({"budgets": []}, ValueError, "budgets: expected at least one, got none"),
         ({"budgets": [0]}, ValueError, r"budgets\[0\]: must be at least 1, got 0"),

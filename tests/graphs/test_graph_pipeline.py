@@ -1,13 +1,20 @@
 """The whole path with graphs; oracle: the same path without them. The gpu-marked half is the same on CUDA."""
 
+import copy
+import pickle
+
 import numpy as np
+import peft
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
-from closeness import assert_agree
+from closeness import assert_agree, assert_logits_agree
+from random_models import RANDOM, load, random_folder, random_model
 
 import refvl
 from refvl.paths import DATA
+from refvl.serving import adapters
+from refvl.serving.media_cache import MediaCacheStats
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 FRAMES = np.random.default_rng(0).integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
@@ -27,6 +34,20 @@ def ask(vlm, **media):
     return vlm.trace("What is it?", max_new_tokens=8, **media)
 
 
+@pytest.mark.parametrize("rule", ["evs", "vidcom2"])
+@pytest.mark.parametrize("name", [name for name in RANDOM if not name.startswith(("Step", "MiniCPM", "Kimi"))])
+def test_pruned_prompts_are_those_without_graphs(name, rule):
+    """Oracle: the run without graphs. Kimi K2.5 is left out: its video fits no graph of 64 tokens."""
+    eager, graphed = random_model(name), load(random_folder(name), graphs={"max_budget": 64})
+    video = {"prompt": "What?", "videos": [FRAMES], "pruning_rate": 0.5, "pruning": rule, "max_new_tokens": 1}
+    expected, trace = eager.trace(**video), graphed.trace(**video)
+    assert graphed.graphs.stats().hits and len(trace.full_ids) > len(trace.input_ids)
+    assert torch.equal(trace.keep, expected.keep) and torch.equal(trace.positions, expected.positions)
+    for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
+        assert_agree(ours, theirs, eager.encoder)
+    assert_logits_agree(eager, expected, trace.first_logits, expected.first_logits)
+
+
 def test_graphs_prune_the_same_tokens(folder):
     """Oracle: the run without graphs. That they change no id is in `journeys/test_every_family.py`."""
     media = {"images": PHOTOS[:1], "videos": [FRAMES], "pruning_rate": 0.5}
@@ -37,6 +58,31 @@ def test_graphs_prune_the_same_tokens(folder):
         assert_agree(ours, theirs, eager.encoder)
     for ours, theirs in zip(trace.keep_masks, expected.keep_masks, strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3"])
+def test_copies_of_a_model_answer_alike(name, copied):
+    """They begin without graphs or cached media, and what is changed in one is not changed in the other.
+
+    Oracle: the answer of the first model, and of a copy whose adapter adds nothing any more.
+    """
+    vlm = refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False, graphs=True, media_cache=2000)
+    question = {"prompt": "What is it?", "images": [PHOTOS[0]], "max_new_tokens": 2}
+    plain = vlm.trace(**question)
+    adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=adapters.layers(vlm), init_lora_weights=False))
+    adapted = vlm.trace(**question)
+    other = copied(vlm)
+    assert vlm.graphs.captured and not other.graphs.captured and other.graphs.encoder is other.encoder
+    assert vlm.media_cache.stats().items and other.media_cache.stats() == MediaCacheStats()
+    assert other.media_cache.limits == vlm.media_cache.limits
+    for model in (other, vlm):
+        assert torch.equal(model.trace(**question).first_logits, adapted.first_logits)
+    with torch.no_grad():
+        for weight_name, weight in other.adapters.named_parameters():
+            weight.mul_("lora_B" not in weight_name)
+    assert torch.equal(other.trace(**question).first_logits, plain.first_logits)
+    assert torch.equal(vlm.trace(**question).first_logits, adapted.first_logits)
 
 
 def test_the_trace_says_which_graph_ran(folder):

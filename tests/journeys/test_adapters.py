@@ -8,9 +8,10 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from checkpoint_factory import make_qwen3_checkpoint
 from closeness import assert_agree, assert_logits_agree
 from graph_families import build, distance, make_case, manager_of
-from random_models import random_folder
+from random_models import HAS_5_23, NEWER, RANDOM, random_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
@@ -397,6 +398,52 @@ BAD = {  # what is done to a saved adapter: what the error says
     "dropout beyond all": ({"config": lambda v: v | {"lora_dropout": 9}}, "dropout probability has to be between"),
     "repeated layers": ({"config": lambda v: v | {"layer_replication": [[0, 2], [1, 3]]}}, "layer_replication: exp"),
 }
+WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "GLM-4.6V", "Step3-VL", "Step-3.7", "Kimi K2.5"]
+
+
+@pytest.fixture(params=[name for name in WITH_EXPERTS if HAS_5_23 or name not in NEWER])
+def with_experts(request, tmp_path):
+    """A checkpoint whose text model has experts, and an adapter of all its layers; they cover what is not stacked."""
+    if request.param in RANDOM:
+        folder = random_folder(request.param)
+    else:
+        folder = make_qwen3_checkpoint(tmp_path / "model", model_type=request.param)
+    vlm = load(folder)
+    weights = vlm.language_model.named_parameters()
+    stacked = [name for name, weight in weights if weight.ndim == 3 and "conv" not in name]
+    assert stacked
+    return folder, make_adapter(vlm, tmp_path / "adapter"), stacked
+
+
+def test_lora_beside_experts_is_b_times_a(with_experts):
+    """Oracle: B A, scaled, added by hand to the weights of each layer."""
+    folder, adapter, _ = with_experts
+    plain, attached, merged = load(folder), load(folder, adapters=[adapter]), load(folder)
+    stored, layers = load_file(adapter / adapters.WEIGHTS), adapters._adaptable(merged)
+    assert {key.rpartition(".lora_")[0].removeprefix("base_model.model.") for key in stored} <= layers.keys()
+    for name in adapters.layers(merged):
+        a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        layers[name].weight.data += 8 / 4 * b @ a
+    ours, expected = attached.trace(**QUESTION), merged.trace(**QUESTION)
+    assert_logits_agree(merged, expected, ours.first_logits, expected.first_logits)
+    assert not torch.equal(expected.first_logits, plain.trace(**QUESTION).first_logits)
+
+
+def test_lora_on_stacked_experts_is_refused(with_experts, tmp_path):
+    """Such weights are no linear layers, one by one or all at once; the refusal names them."""
+    folder, adapter, stacked = with_experts
+    vlm = load(folder)
+    with pytest.raises(ValueError, match=r"^adapter: target_parameters: expected None, got .*; only LoRA and DoRA"):
+        adapters.attach(vlm, peft.LoraConfig(target_parameters=stacked))
+    a_layer = next(name for name in adapters.layers(vlm, "language_model"))
+    name = f"{a_layer.rpartition('.layers.')[0]}.layers.1.mlp.experts.0.up_proj"
+    halves = {f"base_model.model.{name}.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
+    no_such_layer = r"^adapter: .*this model has no such linear layers: .*\.mlp\.experts\.0\.up_proj"
+    with pytest.raises(ValueError, match=no_such_layer):
+        adapters.attach(vlm, edit(adapter, tmp_path / "b", change=lambda stored: stored | halves))
+    assert vlm.adapters is None
+
+
 PLAIN_FIELDS = {  # of PEFT's config, with which an adapter is LoRA or DoRA still
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",

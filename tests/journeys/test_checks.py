@@ -133,7 +133,7 @@ def test_seconds_pass():
         ([1.0], ValueError, "s: expected one number for each of 2 videos, got 1"),
         (torch.ones(3), ValueError, "s: expected one number for each of 2 videos, got 3"),
         (torch.ones(2, 1), TypeError, r"s\[0\]: expected a number, got list"),
-        (1.0, TypeError, "s: expected a sequence of numbers, got float"),
+        (1.0, TypeError, "s: expected a sequence, got float"),
         ([1.0, "2"], TypeError, r"s\[1\]: expected a number, got str"),
         ([0.0, 1.0], ValueError, r"s\[0\]: expected a positive number of seconds, got 0.0"),
         ([1.0, float("nan")], ValueError, r"s\[1\]: expected a positive number of seconds, got nan"),

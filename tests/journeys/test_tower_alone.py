@@ -23,7 +23,9 @@ from transformers import AutoModelForImageTextToText
 
 import refvl
 from refvl import checkpoints
+from refvl.paths import DATA
 from refvl.pixels.crops import cut_loaded, prepare_pixels
+from refvl.serving.images import is_video
 from refvl.serving.tower import NoText
 
 RANDOM = np.random.default_rng(0)
@@ -338,3 +340,20 @@ def test_a_hook_stays_on_the_copy():
     model = random_model("Qwen2.5-VL")
     model.feature_map(PICTURE, blocks=[0])
     assert not any(module._forward_hooks for module in model.encoder.modules() if isinstance(module, nn.Module))
+
+
+@pytest.mark.parametrize(("item", "expected"), [
+    (PICTURE, False), (str(PICTURE), False), (CLIP, True), ("a/film.WebM", True), (torch.zeros(3, 8, 8), False),
+    (torch.zeros(2, 8, 8, 3), True), ([torch.zeros(8, 8, 3)], True),
+], ids=["path", "string", "video", "suffix", "tensor", "frames", "list"])  # fmt: skip
+def test_one_function_tells_videos_from_images(item, expected):
+    """`feature_map`, `encode_folder` and the explorer of DeepStack ask it. Oracle: what `load_video` accepts."""
+    assert is_video(item) is expected
+
+
+def test_the_tower_of_a_shipped_model_is_loaded_by_its_name(monkeypatch):
+    """Without asking the hub, as the whole model is. Oracle: the tower that its folder gives."""
+    monkeypatch.setattr(checkpoints, "download", None)
+    by_name = refvl.load("tiny-qwen2_5_vl", text=False, progress=False)
+    by_folder = refvl.load(DATA / "checkpoints/tiny-qwen2_5_vl", text=False, progress=False)
+    assert by_name.encode([PICTURE])[0].equal(by_folder.encode([PICTURE])[0])

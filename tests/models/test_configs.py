@@ -128,6 +128,8 @@ QWEN3 = {
     "Qwen3-VL-235B-A22B-Instruct": ((4096, 94, 64, 4), (27, 1152, (8, 16, 24))),
     "Qwen3.5-0.8B": ((1024, 24, 8, 2), (12, 768, ())),
     "Qwen3.5-9B": ((4096, 32, 16, 4), (27, 1152, ())),
+    "Qwen3.6-27B": ((5120, 64, 24, 4), (27, 1152, ())),
+    "Qwen3.6-35B-A3B": ((2048, 40, 16, 2), (27, 1152, ())),
 }
 
 
@@ -247,6 +249,8 @@ TOTALS = {
     "Qwen3-VL-235B-A22B-Instruct": (235_670_022_896, 0),
     "Qwen3.5-0.8B": (852_985_920, 0),
     "Qwen3.5-9B": (9_409_813_744, 0),
+    "Qwen3.6-27B": (27_356_728_560, 0),  # of Qwen3.6 less the layer below
+    "Qwen3.6-35B-A3B": (35_107_181_936, 0),
     "GLM-4.1V-9B-Thinking": (20_585_554_944 // 2, 0),  # bytes of the safetensors index, two for each bfloat16
     "GLM-4.5V": (107_710_933_120, 0),
     "GLM-4.6V-Flash": (10_292_777_472, 0),
@@ -269,6 +273,27 @@ def test_a_release_is_as_reported_and_as_transformers_has_it(name):
     found, (total, place) = count(vlm.encoder) + count(vlm.language_model) + biases, TOTALS[name]
     assert round(found, place) == total
     assert readme_row(name).endswith(f"| {found:,} | {count(vlm.encoder):,} |")
+
+
+# What the hub counts in the files of Qwen3.6; it counts the same for Qwen3.8-27B as for Qwen3.6-27B
+WITH_SEVERAL_TOKENS = {"Qwen3.6-27B": 27_781_427_952, "Qwen3.6-35B-A3B": 35_951_822_704}
+
+
+@pytest.mark.parametrize(("name", "total"), WITH_SEVERAL_TOKENS.items())
+def test_the_hub_also_counts_the_layer_that_predicts_several_tokens(name, total):
+    """Oracle: that layer by hand: two inputs joined, gated attention, an MLP or experts, and seven norms."""
+    text = read(name)["text_config"]
+    width, heads, kv_heads, head_dim = (
+        text[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    attention = width * head_dim * (2 * heads + 2 * kv_heads + heads)
+    if experts := text.get("num_experts"):
+        shared = 3 * width * text["shared_expert_intermediate_size"] + width  # with its gate
+        mlp = experts * (3 * width * text["moe_intermediate_size"] + width) + shared
+    else:
+        mlp = 3 * width * text["intermediate_size"]
+    layer = 2 * width * width + attention + mlp + 5 * width + 2 * head_dim
+    assert TOTALS[name][0] + layer == total
 
 
 @all_models

@@ -4,11 +4,19 @@ spec, and the tensors that a public listing of the files of version 4.0 names.
 
 import json
 import re
+from collections import Counter
 from functools import cache
 
 import pytest
 import torch
-from transformers import GraniteForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 import refvl
 from refvl.families import find_family, read_config
@@ -167,4 +175,29 @@ def test_the_encoder_is_of_the_release(name):
 
 
 def test_every_minicpm_config_has_its_row_here():
-    assert {path.stem for path in CONFIGS.glob("MiniCPM*.json")} == SHAPES.keys()
+    assert {path.stem for path in CONFIGS.glob("MiniCPM*.json")} == SHAPES.keys() | {"MiniCPM-V-4_6"}
+
+
+# Version 4.6: the tensors in the released file by the start of their names, as a public listing of its header counts
+TENSORS_4_6 = {
+    "model.vision_tower.encoder": 432, "model.language_model.layers": 318, "model.vision_tower.vit_merger": 16,
+    "model.merger.mlp": 6, "model.vision_tower.embeddings": 3, "model.vision_tower.post_layernorm": 2,
+    "model.language_model.norm": 1, "model.language_model.embed_tokens": 1,
+}  # fmt: skip
+
+
+def test_4_6_has_the_tensors_of_its_files():
+    """Oracles: that listing, the total that the hub reports, and transformers' model of the same config."""
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(CONFIGS / "MiniCPM-V-4_6.json"))
+    starts = Counter(".".join(name.split(".")[:3]) for name, _ in theirs.named_parameters())
+    assert starts == TENSORS_4_6
+
+    vlm = build("MiniCPM-V-4_6")
+    encoder, text = count(vlm.encoder), count(vlm.language_model)
+    assert encoder + text == count(theirs) == 1_300_428_016
+    [row] = [r for r in (CONFIGS / "README.md").read_text().splitlines() if r.startswith("| MiniCPM-V-4_6.json |")]
+    assert row.endswith(f"| {encoder + text:,} | {encoder:,} |")
+    shapes = {n.replace("model.language_model.", "model."): p.shape for n, p in theirs.named_parameters()}
+    ours = {n: p.shape for n, p in vlm.language_model.named_parameters()}
+    assert ours == {n: shape for n, shape in shapes.items() if not n.startswith(("model.vision", "model.merger"))}

@@ -373,7 +373,7 @@ PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
         ),
         ({"pieces": [torch.zeros(4, 1)], "done": 6}, "but no media tokens from prompt token 6 on"),
         ({"done": 8}, r"num_computed_tokens: must be in \[0, 7\], got 8"),
-        ({"done": -1}, r"num_computed_tokens: must be in \[0, 7\], got -1"),
+        ({"done": -1}, r"num_computed_tokens: must be at least 0, got -1"),
         ({"positions": torch.zeros(3, 6)}, "mrope_positions: 7 tokens, but only 6 positions"),
         ({"positions": torch.zeros(2, 7)}, "mrope_positions: dimension 0 must be 3, got 2"),
         (

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from prose import WORD, doc_blocks, notebook_blocks, python_blocks, script_blocks, sentences, without_code
+from prose import ROOT, WORD, doc_blocks, notebook_blocks, python_blocks, script_blocks, sentences, without_code
 
+GLOSSARY = "docs/glossary.md"
 LONGEST = 35  # words in a sentence; tables are exempt
 RETIRED = {  # words of earlier versions, each with the word that replaced it
     r"pictures?": "image",
@@ -27,16 +28,10 @@ ALLOWED = (  # where these words are names, questions that models were trained o
     r"(?:\A|(?<=[.;] ))(?:\w+, )*\w+: ",  # names of arguments
     r"What is in the (?:picture|clip)\?",
     r"without image and clip\b",  # names of arguments, in an error
-    r'would clip it to white|^"clip" avoids',
+    r'would clip it to white|^"clip" saves',
     r"\A(?:picture  +|\| picture size)",  # the name of a function, and of a folder of mutants
-    r'"6\. Where in the picture"',  # a heading of notebook 12
 )
 NOTEBOOKS_LEFT: dict[str, set[str]] = {
-    "notebooks/00_image_to_text.ipynb": {"medium", "mend", "picture", "pictures"},
-    "notebooks/08_step3.ipynb": {"mend"},
-    "notebooks/09_data_parallel.ipynb": {"mend", "picture"},
-    "notebooks/12_qwen3_vl.ipynb": {"dealt", "picture", "pictures"},
-    "notebooks/14_encode_once.ipynb": {"medium", "mend"},
     "notebooks/index.ipynb": {"mended"},
 }  # words that a notebook may still use; the list may only shrink
 
@@ -59,6 +54,15 @@ def test_notebooks_use_fewer_retired_words():
         used.setdefault(block.file, set()).update(word.lower() for word in retired(block.text))
     new = {file: words - NOTEBOOKS_LEFT.get(file, set()) for file, words in used.items()}
     assert not any(new.values()), {file: words for file, words in new.items() if words}
+
+
+def test_glossary_terms_are_used():
+    """Each bold term of docs/glossary.md occurs in the prose of other files, so the page defines words in use."""
+    texts = [b.text for blocks in (doc_blocks, notebook_blocks, python_blocks) for b in blocks() if b.file != GLOSSARY]
+    prose = re.sub(r"\s+", " ", "\n".join(texts).replace("`", "")).lower()
+    terms = re.findall(r"^- \*\*([^*]+)\*\*", (ROOT / GLOSSARY).read_text(), re.M)
+    assert len(terms) > 40
+    assert [term for term in terms if not re.search(rf"\b{re.escape(term.lower().strip('`'))}", prose)] == []
 
 
 @pytest.mark.parametrize("blocks", [doc_blocks, python_blocks, script_blocks])

@@ -33,8 +33,9 @@ INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|
 MAX_OUTPUTS = 4_000_000  # bytes, of all notebooks together
 FIRST_COURSE = ("00", "01", "02", "03", "04", "05")
 MAX_MINUTES, MAX_TOGETHER = 45, 240  # of each notebook of the first course, and of the six, by a learner's clock
+MAX_ENCODE_ONCE = 25  # minutes of notebook 14
 COLUMNS = 100  # of printed text
-ONE_EXERCISE = {"04_graph_capture", "05_graph_budgets"}  # which builds something and is a repair as well
+ONE_EXERCISE = {"04_graph_capture", "05_graph_budgets", "14_encode_once"}  # which builds something and repairs as well
 GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")
 RUN_NO_MODEL = {"11_performance"}  # it reads measurements, so that its repair is of a benchmark
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -289,6 +290,7 @@ def test_the_first_course_takes_four_hours():
     minutes = {path.stem[:2]: exercises.Chapter.read(path).minutes for path in PATHS}
     first = {name: minutes[name] for name in FIRST_COURSE}
     assert max(first.values()) <= MAX_MINUTES and sum(first.values()) <= MAX_TOGETHER, first
+    assert minutes["14"] <= MAX_ENCODE_ONCE
 
 
 def test_the_index_shows_the_course_and_leads_to_every_notebook():

@@ -130,6 +130,13 @@ def test_every_command_but_help_and_clean_needs_the_environment():
     assert targets - with_environment == {"help", "clean", "test-shapes", "test-vllm"}
 
 
+def test_torchao_has_an_environment_of_its_own():
+    """Its import writes warnings into demo and notebooks, so neither `make test` nor CI may install it."""
+    assert not [line for extra in INSTALLED_EXTRAS.split(",") for line in EXTRAS[extra] if "torchao" in line]
+    assert recipe(".venv-quantised/.installed").rstrip().endswith("--no-deps -c constraints.txt torchao\n\t@touch $@")
+    assert "torchao" in VERSIONS and ".venv-quantised/bin/python -m pytest" in recipe("test-quantised")
+
+
 def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     """`.ci/run` in two parts, so that a newcomer's command is tried; GitHub, where Python differs, as a whole."""
     assert two_commands() == ["make demo", "make test"]
@@ -222,6 +229,12 @@ def test_templates_for_issues_name_commands_that_exist():
         named |= set(re.findall(r"python -m refvl ([a-z-]+)", path.read_text()))
     commands = {(command.name or command.callback.__name__).replace("_", "-") for command in app.registered_commands}
     assert {"info", "check-gpu", "trace"} == named <= commands
+
+
+def test_conduct_and_security_are_short_and_say_whom_to_write_to():
+    conduct = (ROOT / "CODE_OF_CONDUCT.md").read_text().splitlines()
+    assert len([line for line in conduct if line and not line.startswith("#")]) == 3 and "maintainer" in conduct[-1]
+    assert "Report a vulnerability" in (ROOT / "SECURITY.md").read_text()
 
 
 def test_the_citation_can_be_read():

@@ -74,6 +74,16 @@ def test_a_stranger_reads_the_readme_in_minutes():
         assert head and len(head[1].split()) <= 30, f"{path.name}: no sentence says what this page is"
 
 
+def test_the_course_has_a_row_with_minutes_and_a_link_for_every_notebook():
+    """Oracle: the first cell of each notebook; a difference of ten minutes does not matter."""
+    rows = re.findall(r"^\| \[`(notebooks/\w+\.ipynb)`\]\((\S+)\) \| (\d+) \|", README, re.M)
+    assert [path for path, _, _ in rows] == [f"notebooks/{p.name}" for p in sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))]
+    for path, link, minutes in rows:
+        first = "".join(json.loads((ROOT / path).read_text())["cells"][0]["source"])
+        said = re.search(r"^\*\*Time\.\*\* (\d+) minutes", first, re.M)
+        assert link == path and abs(int(minutes) - int(said[1])) <= 10, f"{path}: {said[0]}"
+
+
 def test_links_and_pictures_lead_somewhere():
     links = [
         (path, target)

@@ -23,19 +23,52 @@ def test_every_name_has_a_signature_a_sentence_and_links():
 
 
 def functions():
-    return [(key, value) for key, value in OBJECTS.items() if inspect.isfunction(value)]
+    """Every public function, and every public method of the public classes, with the docstrings that describe it."""
+    for key, value in OBJECTS.items():
+        if inspect.isfunction(value):
+            yield ".".join(key), value, inspect.getdoc(value) or ""
+        for name, method in reference.methods(value):
+            yield ".".join((*key, name)), method, f"{inspect.getdoc(method) or ''}\n{inspect.getdoc(value)}"
+
+
+def test_methods_have_docstrings():
+    assert [name for name, value, _ in functions() if not inspect.getdoc(value)] == []
 
 
 def test_functions_that_raise_say_what():
-    silent = [".".join(key) for key, value in functions() if reference.raises(value)
-              and not re.search(r"[Rr]aises? |is refused|Error\b", inspect.getdoc(value) or "")]  # fmt: skip
+    """In a method, only its own `raise` counts: checks of its arguments are those of the class."""
+    silent = [name for name, value, doc in functions()
+              if (reference.raises(value) if inspect.isfunction(OBJECTS.get(tuple(name.rsplit(".", 1)))) else
+                  "raise " in re.sub(r"raise NotImplemented\w*", "", inspect.getsource(value)))
+              and not re.search(r"[Rr]aises? |is refused|Error\b|errors as in", doc)]  # fmt: skip
     assert silent == []
 
 
 def test_functions_of_tensors_say_their_shapes():
-    silent = [".".join(key) for key, value in functions() if "Tensor" in str(inspect.signature(value))
-              and not SHAPE.search(inspect.getdoc(value) or "")]  # fmt: skip
-    assert silent == []
+    """A shape is a tuple in parentheses, a suffix of an argument (`keep_L`), or a reference to another name."""
+    for name, value, doc in functions():
+        signature = inspect.signature(value)
+        tensors = [p.name for p in signature.parameters.values() if re.search(r"\bTensor\b|ndarray", str(p.annotation))]
+        returns = "Tensor" in str(signature.return_annotation)
+        suffixed = bool(tensors) and not returns and all(re.search(r"_[A-Z][A-Z0-9]*$", name) for name in tensors)
+        assert suffixed or not (tensors or returns) or SHAPE.search(doc), f"{name}: state the shapes of its tensors"
+
+
+def test_numbers_have_units():
+    """Every numeric argument of a public name has an entry in `UNITS`, and the page shows it."""
+    lacking = [f"{name}.{argument}" for (_, name), value in OBJECTS.items()
+               for argument, unit in reference.units(value, name).items() if not unit]  # fmt: skip
+    assert lacking == []
+    counted = [argument for arguments in reference.UNITS.values() for argument in arguments.split()]
+    assert len(counted) == len(set(counted)), "each argument has one unit"
+    assert "Units: duration: seconds; fps: frames per second" in reference.body()
+
+
+def test_a_name_that_no_notebook_uses_is_explained_in_one():
+    """Such a name has a line in `HOME`, whose notebook explains its file."""
+    for entry in ENTRIES:
+        home = reference.HOME.get(entry.source.removeprefix("refvl/"))
+        assert entry.is_shown or entry.notebook.startswith(home[1]), entry.anchor
 
 
 def test_the_names_of_the_third_edition_are_there():

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 
 import refvl
 from refvl.serving import adapters
+from refvl.serving.export import encode_folder
+from refvl.serving.provenance import digests_of_media
 from refvl.serving.requests import answer_file
 from refvl.tools.cli import app
 
@@ -269,6 +272,62 @@ def test_settings_that_a_program_changes_count(folder, tmp_path):
         change(vlm)
         with pytest.raises(ValueError, match="answered by another model or with other settings"):
             answer_file(vlm, file, out, common=COMMON, progress=False)
+
+
+# --- one digest of the inputs ----------------------------------------------------------------------------------------
+
+
+def three_digests(folder, picture: Path, place: Path, **options) -> list[str]:
+    """What the answers of a file, the embeddings of a folder and a saved run say of one image and one model."""
+    place.mkdir()
+    (place / "in").mkdir()
+    shutil.copy(picture, place / "in")
+    (place / "requests.jsonl").write_text(json.dumps({"prompt": "Hm?", "images": [str(picture)]}))
+    vlm = load(folder, **options)
+    answer_file(vlm, place / "requests.jsonl", place / "answers.jsonl", common=COMMON, progress=False)
+    [entry] = encode_folder(vlm, place / "in", place / "out", progress=False)["images"].values()
+    run = vlm.trace("Hm?", images=[picture], max_new_tokens=1)
+    run.save(place / "run", provenance=vlm.provenance, media=[picture])
+    answer, saved = (json.loads((place / name).read_text()) for name in ("answers.jsonl", "run/manifest.json"))
+    return [answer["inputs"], entry["inputs"], saved["inputs"]]
+
+
+def test_one_digest_serves_answers_embeddings_and_runs(folder, made, beside, tmp_path):
+    """It follows the content of files: not their names, but the image, the adapter and the template."""
+    pictures = [tmp_path / f"{name}.png" for name in ("a", "b", "c")]
+    for picture in pictures:
+        PICTURE.rotate(180 * (picture.stem == "c")).save(picture)
+    adapter, worded = {"adapters": [tmp_path / "adapter"]}, shutil.copytree(made, tmp_path / "worded")
+    edit_template(worded, tmp_path)
+    a, b = (three_digests(made, picture, tmp_path / f"by {picture.stem}") for picture in pictures[:2])
+    assert len(set(a)) == 1 and a == b
+    others = [
+        three_digests(made, pictures[2], tmp_path / "other image"),
+        three_digests(made, pictures[0], tmp_path / "with adapter", **adapter),
+        three_digests(worded, pictures[0], tmp_path / "other template"),
+    ]
+    assert all(len(set(found)) == 1 for found in others)
+    assert len({found[0] for found in (a, *others)}) == 4
+    same, other = (refvl.compare(tmp_path / "by a/run", tmp_path / name / "run") for name in ("by b", "other image"))
+    assert same.files == [] and other.files == ["media"]
+
+
+def test_a_run_saved_by_the_command_line_has_the_digest(made, tmp_path):
+    """Oracle: `Trace.save` with the same image."""
+    PICTURE.save(tmp_path / "a.png")
+    expected = three_digests(made, tmp_path / "a.png", tmp_path / "by hand")
+    words = ["trace", str(made), "Hm?", "--image", str(tmp_path / "a.png"), "--max-new-tokens", "1", "--device", "cpu"]
+    assert CliRunner().invoke(app, [*words, "--save", str(tmp_path / "run")]).exit_code == 0
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["inputs"] == expected[0]
+
+
+def test_media_in_memory_are_known_by_their_values():
+    """Oracle: equal arrays; a list of frames counts as its frames."""
+    same, other = np.zeros((2, 4, 3), np.uint8), np.ones((2, 4, 3), np.uint8)
+    known = [list(digests_of_media([medium])) for medium in (same, same.copy(), Image.fromarray(same), other)]
+    assert known[0] == known[1] == known[2] != known[3]
+    assert list(digests_of_media([[same, other]])) == known[0] + known[3]
+    assert known[0] != list(digests_of_media([same.reshape(4, 2, 3)]))
 
 
 # --- two runs ---------------------------------------------------------------------------------------------------------

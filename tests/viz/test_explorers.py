@@ -253,6 +253,18 @@ def test_photos_are_small_and_inside():
 
 
 @pytest.mark.thorough
+def test_the_explorer_of_deepstack_takes_a_list_of_frames_for_a_video():
+    """As `feature_map` and `chat` do. Oracle: the same frames as one array."""
+    from refvl.pixels.media import load_video
+    from refvl.viz.explorers.deepstack import ask
+    from refvl.viz.explorers.gallery import CLIP, small_model
+
+    model, frames = small_model("tiny-qwen3_vl"), load_video(CLIP).frames[:4]
+    array, listed = (ask(model, "Which way does the circle move?", medium) for medium in (frames, list(frames)))
+    assert listed.trace.token_ids == array.trace.token_ids and listed.trace.spans == array.trace.spans
+    assert len(listed.frames) == len(array.frames) == 2
+
+
 def test_viz_needs_no_anywidget_and_says_where_explorers_do():
     """In a process whose import of anywidget fails."""
     import subprocess

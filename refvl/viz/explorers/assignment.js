@@ -10,6 +10,8 @@ export default explorer(view => {
   const scale = () => (W() - LEFT) / longest();
   const rankOf = item => ranks().findIndex(rank => rank.items.includes(item));
 
+  const alone = () => { const full = ranks().find(rank => rank.load === longest()); return full?.items.length === 1 ? full.items[0] : -1; };
+
   const places = () => ranks().flatMap((rank, line) => {
     let x = LEFT;
     return rank.items.map(item => {
@@ -29,7 +31,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
-    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time is proportional to ${view.shared.unit}. Hatched: the rank waits`,
+    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time is proportional to ${view.shared.unit}. Hatched: the rank waits` + (alone() < 0 ? "" : `. Item ${alone()} fills a rank by itself, so more ranks would not help`),
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -73,7 +75,7 @@ export default explorer(view => {
   const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
   view.canvas({
     name: () => "how many times as fast as one rank: by size and by count, for every number of ranks",
-    caption: () => `How many times as fast as one rank, with these ${sizes().length} items; drag to change the ranks. Thin: as fast as ideal`,
+    caption: () => `How many times as fast as one rank, with these ${sizes().length} items; drag to change the number of ranks. Thin line: ideal scaling`,
     size: () => [C(), H],
     drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
     draw(pen, width, height) {

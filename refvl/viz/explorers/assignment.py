@@ -20,9 +20,9 @@ class AssignmentExplorer(Explorer):
 
     _esm = module("assignment")
     title = "Who encodes what"
-    asks = "Who encodes what if several devices share the images?"
-    action = "Assign the items by count instead of by size, and watch who waits. Then drag to more ranks."
-    takeaway = "Everyone waits for the device with the most patches, so sizes have to be balanced, not counts."
+    asks = "Which device (rank) encodes which image?"
+    action = 'Choose "by count" instead of "by size" and see which ranks wait. Then drag the chart to more ranks.'
+    takeaway = "All devices wait for the one with the most patches, so balance the sizes of images, not their number."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit

@@ -55,7 +55,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the image. Bright: where it looks`,
+      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} of its attention goes to the image. Bright: where it looks`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
@@ -70,7 +70,7 @@ export default explorer(view => {
   view.canvas({
     name: () => {
       const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole image";
-      return `tower, block ${view.option("block")} (${inside}), head ${view.option("tower_head")}: ` +
+      return `The tower (image encoder), block ${view.option("block")} (${inside}), ${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}: ` +
         (view.item < 0 ? "point at a patch" : `the attention of patch ${view.item} to the others`);
     },
     size, at, step,
@@ -99,7 +99,7 @@ export default explorer(view => {
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
   view.canvas({
-    name: () => `every layer and head: the image's tokens, by their share of "${asked().answer[token()]}"`,
+    name: () => `Every layer and head: the darker an image token, the more attention "${asked().answer[token()]}" pays to it`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -135,7 +135,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
-    caption: () => "the attention over the whole prompt: text, and the image's tokens",
+    caption: () => "Attention over the whole prompt: text tokens and image tokens",
     size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), BARS() + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
@@ -161,8 +161,8 @@ export default explorer(view => {
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
     return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the image, which gets ${percent(picture(weights())[t] / FULL)} ` +
       `when "${asked().answer[token()]}" is chosen; the answer: ${asked().text}\n` +
-      `in block ${view.option("block")} it attends most, with ${percent(seen[best] / BYTE)}, to patch (${other[0]}, ${other[1]}), ` +
-      `and ${percent(Math.min(1, own / BYTE))} to its own window`;
+      `In block ${view.option("block")} of the tower it attends most to patch (${other[0]}, ${other[1]}), with ${percent(seen[best] / BYTE)}; ` +
+      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window`;
   });
   return {
     count: () => asked().patches.length / 2,

@@ -15,7 +15,7 @@ from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, i
 
 LABELS = {
     "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
-    "block": "block of the tower", "tower_head": "its head",
+    "block": "tower block", "tower_head": "tower head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
 
@@ -29,8 +29,8 @@ class AttentionExplorer(WatchedExplorer):
     _esm = module("attention")
     title = "Where does it look"
     asks = "Where does the model look when it answers?"
-    action = "Choose another head in the small maps: most look past the circle. Then choose another question."
-    takeaway = "A few heads find what is asked about; most of them look elsewhere."
+    action = "Choose another head in the small maps: most heads ignore the circle. Then choose another question."
+    takeaway = "A few heads find the object in question; most heads look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)

@@ -42,16 +42,16 @@ export default explorer(view => {
   }
   const in_window = () => (view.option("window") / view.shared.patch) ** 2;
   picture(() => `a block in windows: the patch looks at ${in_window()} patches`,
-    () => `In a block with windows, the orange patch looks at ${in_window()} patches at most: those that are bright`, false);
+    () => `In a block with windows, the marked patch attends to at most ${in_window()} patches: the bright ones`, false);
   picture(() => `a block over the full frame: the patch looks at ${view.row.patches.toLocaleString("en")} patches`,
-    () => `In a block over the full frame, at all ${view.row.patches.toLocaleString("en")}`, true);
+    () => `In a block with full attention, it attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
 
   // blocks over the full frame stand apart as evenly as they can
   const is_full = block => Math.floor((block + 1) * full() / depth) > Math.floor(block * full() / depth);
   const BLOCKS = () => (view.big ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
   view.canvas({
     name: () => `the ${depth} blocks of the tower: ${full()} over the full frame`,
-    caption: () => `Operations of each of the ${depth} blocks: matrices (gray), attention in windows (blue) or over the full frame (purple). Press further right for more full frames`,
+    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue) or over the full frame (purple)`,
     size: () => [BLOCKS(), HIGH()],
     drag(x) {
       const wanted = x / BLOCKS() * depth, options = view.options("full");
@@ -75,10 +75,10 @@ export default explorer(view => {
   const sides = () => view.options("side"), curve = k => Array.from(view.row.curves.slice(k * sides().length, (k + 1) * sides().length));
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
   const x = size => LEFT + along(size, sides()[0], sides().at(-1), view.fit(1120) - LEFT - RIGHT() - 12);
-  const NAMES = () => ["windows in every block", `full frames in ${full()} of ${depth}`, "full frames in every block"];
+  const COLORS = ["image", "ink", "video"], NAMES = () => ["windows in every block", `full frames in ${full()} of ${depth}`, "full frames in every block"];
   view.canvas({
     name: () => `operations of the tower against the side of the image: ${NAMES().map((name, k) => `${name}: ${trillion(curve(k)[view.place("side")])}`).join("; ")}`,
-    caption: () => `Operations of the whole tower for a square image; both scales are logarithmic; drag. At ${side()} px, full frames in every block ` +
+    caption: () => `Operations of the whole tower for a square image; drag. Both scales are logarithmic. At ${side()} px, full frames in every block ` +
       `take ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block`,
     size: () => [view.fit(1120), TALL()],
     drag(px) {
@@ -96,7 +96,7 @@ export default explorer(view => {
       sides().forEach((size, i) => { if (view.big || i % 2 === 0) pen.fillText(i === sides().length - 1 ? `${size} px` : size, x(size) - (i === sides().length - 1 ? 12 : 0), height); });
       const now = view.ease("side", x(side()));
       pen.setLineDash([4, 3]); pen.beginPath(); pen.moveTo(now, TOP); pen.lineTo(now, height - BOTTOM); pen.stroke(); pen.setLineDash([]);
-      ["image", "ink", "video"].forEach((color, k) => {
+      COLORS.forEach((color, k) => {
         const values = curve(k).map((value, i) => view.ease(`curve ${k} ${i}`, y(value)));
         pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = k === 1 ? 3 : 2.5; pen.setLineDash(k === 1 ? [] : [6, 3]);
         pen.beginPath(); values.forEach((v, i) => pen.lineTo(x(sides()[i]), v)); pen.stroke(); pen.setLineDash([]);
@@ -105,14 +105,20 @@ export default explorer(view => {
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 13px sans-serif"; pen.fillStyle = view.colors.ink;
       const ends = [0, 1, 2].map(k => [y(curve(k).at(-1)), NAMES()[k]]).sort((a, b) => a[0] - b[0]);
       let lowest = -Infinity;
-      ends.forEach(([at, name], i) => {
+      if (view.big) ends.forEach(([at, name], i) => {
         lowest = Math.max(at, lowest + 17, TOP);
-        if (view.big) pen.fillText(name, width - RIGHT() + 4, Math.min(lowest, height - BOTTOM - 17 * (2 - i)));
+        pen.fillText(name, width - RIGHT() + 4, Math.min(lowest, height - BOTTOM - 17 * (2 - i)));
+      });
+      else ends.forEach(([, name], i) => {  // on a phone, a legend in the corner that no curve reaches
+        const k = NAMES().indexOf(name), at = TOP + 18 * i;
+        pen.strokeStyle = view.colors[COLORS[k]]; pen.lineWidth = 2.5; pen.setLineDash(k === 1 ? [] : [6, 3]);
+        pen.beginPath(); pen.moveTo(LEFT + 4, at); pen.lineTo(LEFT + 26, at); pen.stroke(); pen.setLineDash([]);
+        pen.strokeStyle = view.colors.surface; pen.lineWidth = 4; pen.strokeText(name, LEFT + 32, at); pen.fillText(name, LEFT + 32, at);
       });
     },
   });
 
-  view.readout(() => `window ${view.item + 1} of ${across() ** 2}: in a block with windows its patches look at each other, ` +
-    `${trillion(view.row.windowed)} operations for all windows; over the full frame a block takes ${trillion(view.row.whole)}, and ${trillion(view.row.linear)} for its matrices in both`);
+  view.readout(() => `Window ${view.item + 1} of ${across() ** 2}. Attention in all windows of a block takes ${trillion(view.row.windowed)} operations; ` +
+    `over the full frame it takes ${trillion(view.row.whole)}. The matrix multiplications of a block take ${trillion(view.row.linear)} in both cases.`);
   return { count: () => across() ** 2 };
 });

@@ -25,11 +25,11 @@ class CostsExplorer(Explorer):
 
     _esm = module("costs")
     title = "Windows or full frames"
-    asks = "What does it cost if every patch may look at every other?"
-    action = "Drag the image larger in the chart. Then press further right in the blocks: more of them see everything."
+    asks = "What does it cost if every patch may attend to every other?"
+    action = "Drag the chart to a larger image. Then press in the bars to give more blocks the full frame."
     takeaway = (
-        "Attention in windows grows with the pixels, over full frames with their square; so Qwen2.5-VL uses full "
-        "frames in 4 of 32 blocks."
+        "Full attention grows with the square of the pixel count, windows only linearly, so Qwen2.5-VL uses full "
+        "attention in just 4 of 32 blocks."
     )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):

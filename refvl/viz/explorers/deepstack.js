@@ -49,8 +49,8 @@ export default explorer(view => {
   const high = row => (rows - row - 1) * ROW + 10;
   view.canvas({
     name: () => `the tower's blocks, the language layers, and the features that go from one to the other: ${view.option("kept")}`,
-    caption: () => "Left: the tower, from the bottom up. Right: the language model. Dashed: not handed over" +
-      (view.item < 0 ? "" : ". Numbers: the norm of the features that the chosen token gets"),
+    caption: () => "Left: the blocks of the tower, from the bottom up. Right: the layers of the language model. Dashed: features left out" +
+      (view.item < 0 ? "" : ". Numbers: the norm of the features that the chosen token receives"),
     size: () => [view.fit(520), rows * ROW + 8],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.textAlign = "center";
@@ -88,7 +88,7 @@ export default explorer(view => {
   const LINE = 48, W = () => view.fit(430);
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
-    caption: () => "What it answers with each choice of features; press a line",
+    caption: () => "The answer to each choice of features; press a line",
     size: () => [W(), 34 + asked().answers.length * LINE],
     drag: (x, y) => view.choose("kept", Math.max(0, Math.min(asked().answers.length - 1, Math.floor((y - 34) / LINE)))),
     grab: () => false,
@@ -109,12 +109,13 @@ export default explorer(view => {
   view.canvas({
     name: () => `with ${view.option("kept")} it says "${view.row.answer}"; its first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
-    caption: () => `The probability of its first word with ${view.option("kept")}`,
+    caption: () => `The probability of the first word, with ${view.option("kept")}`,
     size: () => [W(), 62 + asked().words.length * 34],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.font = "bold 28px sans-serif";
       pen.fillStyle = view.colors[wrong() ? "highlight_text" : "ink"]; pen.fillText(view.row.answer, 0, 26, width);
-      pen.font = "14px sans-serif";
+      const after = pen.measureText(view.row.answer).width + 16; pen.font = "14px sans-serif"; pen.textAlign = "left";
+      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect: with all features, "${asked().answers[0]}"`, after, 28, width - after); }
       asked().words.forEach((word, i) => {
         const y = 62 + i * 34, part = view.ease(`chance ${i}`, view.row.chances[i]);
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(word.slice(0, 10), 0, y + 12);
@@ -128,8 +129,8 @@ export default explorer(view => {
   view.readout(() => {
     const step = Math.floor(view.item / per_step()), inside = view.item % per_step();
     const where = `${thw()[0] > 1 ? `step ${step}, ` : ""}row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}`;
-    const parts = blocks.map((block, i) => `${size(i + 1, view.item).toFixed(1)} from block ${block}${kept(i) ? "" : " (not handed over)"}`);
-    return `token ${view.item} (${where}): an embedding of norm ${size(0, view.item).toFixed(1)}, and features of norm ${parts.join(" and ")}`;
+    const parts = blocks.map((block, i) => `${size(i + 1, view.item).toFixed(1)} from block ${block}${kept(i) ? "" : " (left out)"}`);
+    return `Token ${view.item} (${where}) has an embedding of norm ${size(0, view.item).toFixed(1)}, and features of norm ${parts.join(" and ")}.`;
   });
   return { count };
 });

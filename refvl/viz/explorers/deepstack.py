@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from refvl.pixels.media import Video, load_image
+from refvl.pixels.media import load_image
+from refvl.serving.images import is_video
 from refvl.serving.model import VLM
 from refvl.study.report import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
@@ -41,10 +42,10 @@ class DeepstackExplorer(Explorer):
     _esm = module("deepstack")
     title = "DeepStack"
     asks = "What does the language model lose without the tower's earlier blocks?"
-    action = "Press the lines of the list: hand over all features, then leave some out. Then choose the image."
+    action = 'Choose "all features" in the list, and the answer becomes correct. Then choose the image.'
     takeaway = (
-        "DeepStack adds features of earlier blocks to the first language layers; without them, this model misjudges "
-        "motion in some videos."
+        "DeepStack adds features of earlier tower blocks to the first language layers. Without them, this model "
+        "misjudges some videos."
     )
 
     def __init__(self, model: VLM, questions: Mapping[str, tuple[str, Any]]):
@@ -62,7 +63,7 @@ class DeepstackExplorer(Explorer):
             shown.append(self._shown(self.asked[name], likely) | {"answers": [text for text, _ in answers]})
         controls = [
             Control("question", "question", list(questions), kind="menu"),
-            Control("kept", "handed over", list(self.subsets), kind="menu"),
+            Control("kept", "features used", list(self.subsets), kind="menu"),
         ]
         shared = {
             "questions": shown, "blocks": self.blocks, "depth": config.depth,
@@ -117,11 +118,11 @@ class DeepstackExplorer(Explorer):
 
 
 def ask(model: VLM, prompt: str, medium) -> Asked:
-    """Trace an answer. medium: an image, or a video as an array of frames or a path that ends in .mp4."""
-    is_video = isinstance(medium, Video | np.ndarray) or str(medium).endswith(".mp4")
-    given: dict[str, Any] = {"videos": [medium]} if is_video else {"images": [medium]}
+    """Trace an answer. medium: an image or a video, as in `is_video`."""
+    shows_video = is_video(medium)
+    given: dict[str, Any] = {"videos": [medium]} if shows_video else {"images": [medium]}
     trace = model.trace(prompt, **given)
-    if not is_video:
+    if not shows_video:
         return Asked(prompt, given, [load_image(medium).convert("RGB")], trace)
     video: Any = model.processor.decode(model.processor.messages("", (), [medium]))[0]
     every = -(-len(video.frames) // trace.patches[0].media_tokens.thw[0])

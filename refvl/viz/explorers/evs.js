@@ -25,7 +25,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${clip().prompt || "a video"} At q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    name: () => `${clip().prompt || "A video."} At q = ${view.option("q")}, EVS (efficient video sampling) keeps ${sum(view.row.keep)} of ${count()} tokens`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
     at,
     step: (item, dx, dy) => {
@@ -119,7 +119,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
+    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, each at its original t, h, w`,
     size: () => [WIDE(), CHART()],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
@@ -150,7 +150,7 @@ export default explorer(view => {
     const step = Math.floor(view.item / per_frame()), inside = view.item % per_frame();
     return `token ${view.item} of the video: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
       `${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}\n` +
-      `token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
+      `Token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
       (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))} of the prompt` : "");
   });
   return { count };

@@ -27,7 +27,7 @@ class EvsExplorer(Explorer):
     title = "EVS with the answer"
     asks = "How many tokens of a video can be dropped before the answer breaks?"
     action = "Press play, or drag across the curve of the answer."
-    takeaway = "Tokens that did not change can be dropped, and the rest keep their positions, until the answer breaks."
+    takeaway = "Half of the tokens can go because they repeat the frame before; drop too many, and the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
         """clips: videos as returned by `clip_asked` or `clip_of_embeddings`, each with a name."""

@@ -3,7 +3,7 @@ import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, NAME = 120;
-  const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 48 : view.big ? 40 : 28);
+  const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 54 : view.big ? 44 : 36);
   const W = () => (narrow() ? Math.min(340, wide()) : view.big ? (wide() - 3 * GAP) / 4 - 1 : (wide() - GAP) / 2 - 1);
   const { families, measures, curves, device, clip } = view.shared;
   const names = Object.keys(families);
@@ -33,36 +33,41 @@ export default explorer(view => {
     return [Math.min(...values), Math.max(...values)];
   }
 
+  const most = measure => Math.max(...Object.values(here()).map(costs => costs[measure]));
   const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
   const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : Math.min(150, (wide() - NAME) / COLUMNS.length));
   view.canvas({
     name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
     caption: () => view.option("kind") === "image"
-      ? "bfloat16, released sizes; memory: key-value cache and the tower's activations"
-      : `a video of ${clip} px, sampled by each family's rule; Step3-VL accepts none`,
+      ? "The costs of one square image; each bar is relative to the longest of its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
+      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest of its column. Step3-VL accepts no video`,
     size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
     at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,
     draw(pen, width) {
       pen.font = narrow() ? "12px sans-serif" : "14px sans-serif";
       pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
-      COLUMNS.forEach((measure, c) => pen.fillText(TITLES[measure] ?? measure, left() + (c + 1) * cell() - 8, 13));
+      COLUMNS.forEach((measure, c) => pen.fillText(TITLES[measure] ?? measure, left() + (c + 1) * cell() - 8, LINE() - 12));
       names.forEach((name, i) => {
         const y = (i + 1) * LINE(), costs = here()[name];
         if (i) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, 1); }
         if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE()); }
-        mark(pen, name, 10, y + (narrow() ? 13 : LINE() / 2), 8);
+        mark(pen, name, 10, y + (narrow() ? 13 : LINE() / 2), 7);
         pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + (narrow() ? 13 : LINE() / 2));
-        pen.textAlign = "right";
-        COLUMNS.forEach((measure, c) =>
-          pen.fillText(costs ? shown(measure, costs[measure]) : "-", left() + (c + 1) * cell() - 8, y + LINE() - (narrow() ? 13 : LINE() / 2)));
+        COLUMNS.forEach((measure, c) => {
+          const from = left() + c * cell() + 8, wide = cell() - 16, part = costs ? costs[measure] / most(measure) : 0;
+          pen.fillStyle = view.colors.empty; pen.fillRect(from, y + LINE() - 10, wide, 6);
+          pen.fillStyle = color(name); pen.fillRect(from, y + LINE() - 10, wide * view.ease(`bar ${i} ${c}`, part), 6);
+          pen.fillStyle = view.colors.ink; pen.textAlign = "right";
+          pen.fillText(costs ? shown(measure, costs[measure]) : "-", from + wide, y + LINE() - (narrow() ? 20 : 24));
+        });
       });
     },
   });
 
   Object.entries(measures).forEach(([measure, label]) => view.canvas({
     name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
-    caption: () => "drag: both scales are logarithmic" + (measure === "seconds" ? `; no run can be faster on an ${device}` : ""),
+    caption: () => ({ tokens: "Drag any chart; all scales are logarithmic", positions: "How far an image moves the text after it", seconds: `A lower bound, computed for an ${device}` })[measure] ?? "",
     size: () => [W(), H()],
     drag(px) {
       const sizes = curve().map(row => x(row.size));
@@ -77,6 +82,9 @@ export default explorer(view => {
       pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, width - 1, height - BOTTOM - HEAD);
       for (let power = Math.ceil(Math.log10(low)); power < Math.log10(high); power++) {
         pen.globalAlpha = 0.4; pen.strokeRect(0, y(10 ** power), width, 0); pen.globalAlpha = 1;
+        const near = Math.min(Math.abs(y(10 ** power) - HEAD), Math.abs(y(10 ** power) - height + BOTTOM));
+        pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
+        if (measure !== "bytes" && near > 28) pen.fillText(measure === "seconds" ? `${1000 * 10 ** power} ms` : shown(measure, 10 ** power), 5, y(10 ** power) - 1);
       }
       pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
       pen.fillText(`${curve()[0].size}`, 0, height); pen.textAlign = "right";

@@ -16,11 +16,10 @@ class FamiliesExplorer(Explorer):
 
     _esm = module("families")
     title = "Family race"
-    asks = "What does one image cost in each family?"
-    action = "Drag across a chart to make the image larger."
+    asks = "What does the same image cost in each family?"
+    action = "Drag across a chart to make the image larger: some families stop growing, others do not."
     takeaway = (
-        "The same image costs one family four times as many tokens as another: at 1344 px, Qwen2.5-VL makes 2,304, "
-        "MiniCPM-V 640."
+        "The family decides the price: at 1344 px, Qwen2.5-VL makes 2,304 tokens of the image, MiniCPM-V only 640."
     )
 
     def __init__(self, counted: Mapping):

@@ -11,7 +11,7 @@ export default explorer(view => {
   const lineOf = i => starts.findLastIndex(start => start <= i);
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
   const stale = () => view.place("stale") - 1;
-  const label = name => ({ "": "tower", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
+  const label = (name, line) => ({ "": line < groups.length / 2 ? "tower, start" : "tower, end", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
   const channels = color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16));
   function level(value) {  // from orange to ink: a larger error stands out more, in both themes
     const [least, most] = [view.colors.highlight, view.colors.ink].map(channels);
@@ -24,7 +24,7 @@ export default explorer(view => {
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
       ? "Each square is an operation; those with a mark below read a buffer. Every result is correct"
-      : `Each square is an operation; those with a mark below read a buffer (orange: ${buffers[stale()].name}). Gray: correct. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: incorrect, from little to completely; ` +
+      : `Each square is an operation; a mark below it: it reads a buffer (orange: ${buffers[stale()].name}). Gray: a correct result. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: incorrect, slightly to completely; ` +
         `the first is operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
@@ -40,7 +40,7 @@ export default explorer(view => {
       pen.textBaseline = "middle";
       groups.forEach((group, line) => {
         const y = line * LINE();
-        pen.fillStyle = view.colors.ink; pen.fillText(label(group.name), 0, y + CELL() / 2 + 2);
+        pen.fillStyle = view.colors.ink; pen.fillText(label(group.name, line), 0, y + CELL() / 2 + 2);
         for (let k = 0; k < group.count; k++) {
           const i = starts[line] + k, x = NAME + k * cell(), error = view.row.operations[i];
           pen.fillStyle = error ? level(error) : view.colors.empty;
@@ -60,7 +60,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "the static buffers; lit: read by the operation",
-    caption: () => "static buffers; filled: read by the operation, dashed: not refilled",
+    caption: () => "The static buffers. Filled: read by the chosen operation. Dashed: not refilled",
     size: () => [BUFFERS(), buffers.length * CHIP()],
     draw(pen) {
       pen.textBaseline = "middle";
@@ -85,7 +85,7 @@ export default explorer(view => {
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
   picture(() => "the image before: a stale buffer still contains its data", "before");
-  picture(() => "the image now, with the error of each token's embedding", "image", (pen, width, height) => {
+  picture(() => "the image now, with the error of each token's embedding relative to its norm", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {
@@ -120,8 +120,8 @@ export default explorer(view => {
   view.readout(() => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
     const error = view.row.operations[i] ? "its result is wrong" : "its result is correct";
-    return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name)}: ${kinds[i]} -> ${shapes[i]}\n` +
-      `reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
+    return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name, lineOf(i))}: ${kinds[i]} -> ${shapes[i]}\n` +
+      `It reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
   });
   return { count: () => kinds.length };
 });

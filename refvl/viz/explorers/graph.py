@@ -32,9 +32,9 @@ class GraphExplorer(Explorer):
 
     _esm = module("graph")
     title = "Graph step-through"
-    asks = "What happens if one buffer is not refilled before a replay?"
-    action = "Move through the buffers and read the answer to each."
-    takeaway = "A stale buffer raises no error: the graph replays, and the model may be as sure of a wrong answer."
+    asks = "What happens if a buffer is not refilled before a CUDA graph is replayed?"
+    action = "Drag the slider through the buffers and read the model's answer for each."
+    takeaway = "A stale buffer raises no error: the graph replays, and the model can be just as sure of a wrong answer."
 
     def __init__(self, model: VLM, before, image, question: str):
         self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)

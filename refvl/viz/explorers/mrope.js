@@ -27,8 +27,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `score of a key at every h (down) and w (across), at t = ${key()[0]}; the query ○ is at ` +
       `t, h, w = ${query().join(", ")}; drag the key ✕`,
-    caption: () => `How much the query ○ scores with a key ✕ at every h (down) and w (across), at t = ${key()[0]}. ` +
-      `The query stays at t, h, w = ${query().join(", ")}; drag the key`,
+    caption: () => `The score of the query ○ with a key ✕ at every h (down) and w (across), at t = ${key()[0]}. ` +
+      `The query stays at t, h, w = ${query().join(", ")}; drag the key. Colours span only ${scores().low.toFixed(2)} to ${scores().high.toFixed(2)}`,
     size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + LEGEND],
     drag(x, y) {
       [x, y].forEach((v, i) => {
@@ -82,8 +82,8 @@ export default explorer(view => {
   }
   view.canvas({
     name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
-    caption: () => `The ${axes().length} rotary pairs of a head, those of an axis together, fastest first. Thin: the query. Thick: the key. ` +
-      "The wedge between them is all that the score depends on",
+    caption: () => `The ${axes().length} rotary pairs of a head, grouped by axis, fastest first. Thin line: the query. Thick line: the key. ` +
+      "The score depends only on the wedges between them",
     size: () => [ACROSS() * DIAL(), top(2) + HEAD + lines(2) * DIAL()],
     at: dial_at,
     step(item, dx, dy) {
@@ -100,7 +100,7 @@ export default explorer(view => {
       NAMES.forEach((name, axis) => {
         const far = key()[axis] - query()[axis];
         pen.fillStyle = words(axis);
-        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs open` : `no distance, so its pairs stay closed`}`, 2, top(axis) + 4);
+        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs differ in angle` : "same position, so its pairs have the same angle"}`, 2, top(axis) + 4);
       });
       axes().forEach((axis, plane) => {
         const [x, y] = spot(plane), r = DIAL() / 2 - 3;
@@ -121,7 +121,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it`,
-    caption: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add. Frame: what they would add at no distance`,
+    caption: () => `Score ${score(key()).toFixed(3)}, as the sum of the three axes. Outline: what the axis adds if query and key have the same position`,
     size: () => [MARGIN + sizes()[2] * CELL(), 84],
     draw(pen, width) {
       pen.textBaseline = "middle";
@@ -139,7 +139,7 @@ export default explorer(view => {
   view.readout(() => {
     const plane = view.item, axis = axes()[plane], [a, b] = [query()[axis], key()[axis]];
     const angle = position => Math.atan2(turn("sin", plane, position), turn("cos", plane, position)).toFixed(2);
-    return `rotary pair ${plane} is rotated by ${NAMES[axis]}\nquery at ${a}: ${angle(a)} rad, key at ${b}: ${angle(b)} rad`;
+    return `rotary pair ${plane} is rotated by ${NAMES[axis]}\nQuery at ${a}: ${angle(a)} rad, key at ${b}: ${angle(b)} rad`;
   });
   return {
     count: () => axes().length,

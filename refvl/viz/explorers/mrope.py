@@ -28,9 +28,9 @@ class MropeExplorer(Explorer):
     _esm = module("mrope")
     title = "M-RoPE playground"
     asks = "How does attention know how far apart two tokens are?"
-    action = "Drag the key ✕ down from its row: now the pairs of h open, too, and the score falls."
+    action = "Drag the key ✕ down, out of the query's row: now the pairs of h differ, too, and the score falls."
     takeaway = (
-        "Every rotary pair is rotated by one axis, so the score of two equal tokens depends on their distance alone."
+        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their distance."
     )
 
     def __init__(self):

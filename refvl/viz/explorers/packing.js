@@ -46,7 +46,7 @@ export default explorer(view => {
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
   const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
+    name: () => `${tokens().length} images in order of arrival, with their numbers of tokens`,
     size: () => [across() * (SIDE() + 8), Math.ceil(view.shared.most / across()) * (SIDE() + 18)],
     at: (x, y) => Math.floor(y / (SIDE() + 18)) * across() + Math.floor(x / (SIDE() + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),
@@ -62,8 +62,8 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
-    caption: () => `Dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
-      `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
+    caption: () => `Each bar is a replay, as long as the token budget of its graph; hatched: padding. Dotted: the captured graphs, of ` +
+      `${view.row.budgets.join(", ")} tokens. An image that fits no graph runs eagerly, in a dashed bar`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -93,8 +93,8 @@ export default explorer(view => {
         const says = replay.budget
           ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
           : `${total} tokens: fits no graph`;
-        if (narrow()) pen.fillText(says, 0, y + ROW() + 10);
-        else pen.fillText(says, end + 8, y + ROW() / 2, W() + TEXT - end - 8);
+        const [at, high] = narrow() ? [0, y + ROW() + 10] : [end + 8, y + ROW() / 2];
+        pen.strokeStyle = view.colors.surface; pen.lineWidth = 6; pen.strokeText(says, at, high); pen.fillText(says, at, high);
       });
       places().forEach(p => item(pen, p.item, view.ease(`x ${p.item}`, p.x) + 1.5, view.ease(`y ${p.item}`, p.y) + 1.5, Math.max(2, p.width - 3), ROW() - 3));
     },

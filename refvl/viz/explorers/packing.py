@@ -37,8 +37,8 @@ class PackingExplorer(Explorer):
 
     _esm = module("packing")
     title = "Packing player"
-    asks = "How many images share one replay?"
-    action = "Press play: images arrive one by one. Then capture fewer graphs."
+    asks = "How many images share one replay of a CUDA graph?"
+    action = "Press play: the images arrive one by one. Then capture fewer graphs, and see the padding grow."
     takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
 
     def __init__(self, arrivals: Mapping[str, Sequence[int]], budgets: Sequence[int], *, max_items: int):

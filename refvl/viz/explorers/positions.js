@@ -30,8 +30,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `the prompt from left to right, the positions of its ${count()} tokens upward; the next text ` +
-      `token has position ${count() + view.row.delta}: delta ${view.row.delta}` +
+    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward. The next text ` +
+      `token has position ${count() + view.row.delta}, so delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}` +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT()],
     at: px => Math.floor((px - LEFT) * count() / (WIDTH() - LEFT)),
@@ -65,8 +65,9 @@ export default explorer(view => {
       }
       pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "bold 12px sans-serif";
       AXES.forEach((axis, i) => {
-        pen.fillStyle = view.colors[axis]; pen.fillRect(LEFT + 8, TOP + 6 + 18 * i, 18, widths[i]);
-        pen.fillStyle = words(axis); pen.fillText(["t: time", "h: height", "w: width"][i], LEFT + 32, TOP + 18 * i);
+        const [left, top] = [width - 90, HEIGHT() - BOTTOM - 62 + 18 * i];  // later tokens have later positions, so it is free
+        pen.fillStyle = view.colors[axis]; pen.fillRect(left, top + 6, 18, widths[i]);
+        pen.fillStyle = words(axis); pen.fillText(["t: time", "h: height", "w: width"][i], left + 24, top);
       });
       if (view.item < 0) return;
       pen.fillStyle = view.colors.ink;

@@ -25,8 +25,9 @@ from refvl.study.releases import (
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.positions import plot_positions
 
-IMAGE_SIZES = {"6 x 4": (6, 4), "3 x 6": (3, 6)}  # width x height, in merged tokens
-CLIP_SIZES = {"2 x 2": (2, 2), "4 x 3": (4, 3)}
+# shapes, in merged tokens before the budget of each family rescales them
+IMAGE_SIZES = {"3 : 2": (6, 4), "1 : 2": (3, 6)}
+CLIP_SIZES = {"1 : 1": (2, 2), "4 : 3": (4, 3)}
 SECONDS, RATES = (2, 4, 8), (1, 2, 4)
 OURS = "nothing"
 
@@ -63,9 +64,9 @@ class PositionsExplorer(Explorer):
 
     _esm = module("positions")
     title = "Positions"
-    asks = "What is the position of a token that is part of an image?"
-    action = "Press play: the prompt is read token by token. Then point at a cell of the image."
-    takeaway = "Text advances on t, h and w together; an image keeps one t and spreads over h and w."
+    asks = "What is the position of an image token?"
+    action = 'Press "token by token" to read the prompt step by step. Then point at a cell of the image.'
+    takeaway = "Text advances t, h and w together; an image keeps one t and spreads over h and w."
 
     def __init__(self, processors: Mapping[str, Any], image, clip, *, second_per_grid: float, side: int):
         self.processors, self.image = processors, load_image(image)
@@ -78,15 +79,15 @@ class PositionsExplorer(Explorer):
             found |= {(*state, name): row for name, row in rows.items()}
         controls = [
             Control("family", "prompt of", list(processors), kind="menu"),
-            Control("image", "image, tokens", list(IMAGE_SIZES), kind="menu"),
-            Control("clip", "frames, tokens", list(CLIP_SIZES), kind="menu"),
+            Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu"),
+            Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu"),
             Control("seconds", "length, s", SECONDS),
             Control("rate", "frames per second", RATES),
             Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu"),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))
-        start = (next(iter(processors)), "6 x 4", size, SECONDS[1], rate, OURS)
+        start = (next(iter(processors)), "3 : 2", size, SECONDS[1], rate, OURS)
         shared = {
             "words": list(self.words),
             "image": photo(self.image, side=240),
@@ -151,8 +152,8 @@ class PositionsExplorer(Explorer):
         options, row = self.options, self.row(self.index)
         other = "" if row["other"] is None else f" Compared with {options['convention']}: delta {row['other_delta']}."
         return (
-            f"Positions of a {options['family']} prompt of {row['positions'].shape[1]} tokens with an image of "
-            f"{options['image']} tokens and a video of {options['seconds']} s at {options['rate']} frames per second: "
+            f"Positions of a {options['family']} prompt of {row['positions'].shape[1]} tokens with an image of shape "
+            f"{options['image']} and a video of {options['seconds']} s at {options['rate']} frames per second: "
             f"delta {row['delta']}.{other}"
         )
 

@@ -4,7 +4,7 @@ import { explorer } from "./shared.js";
 export default explorer(view => {
   const { image, frames, rules, says } = view.shared, GAP = 16, HEAD = 50, FOOT = 24;
   const wide = () => view.fit(1120) >= 900;
-  const PROMPT = () => (wide() ? 372 : view.fit(520)), MAPS = () => (wide() ? view.fit(1120) - 400 : view.fit(700));
+  const MAPS = () => (wide() ? 500 : view.fit(700)), PROMPT = () => (wide() ? view.fit(1004) - 528 : view.fit(520));
 
   // Every token of the media in the order of the prompt: its piece, where it lies on the image or frame, and how large.
   function tokens() {
@@ -50,7 +50,7 @@ export default explorer(view => {
   const tall = () => { const [, top, , height] = boxes().at(-1); return top + height + 4; };
   view.canvas({
     name: () => `the image in ${view.row.sizes.length} pieces, and ${view.option("frames")} frames`,
-    caption: () => "what the prompt shows, cut into tokens; choose one" + (view.option("pruned") === "half" ? ". Dark: pruned" : ""),
+    caption: () => "The image and the video of the prompt, cut into tokens; choose one" + (view.option("pruned") === "half" ? ". Dark: pruned" : ""),
     size: () => [PROMPT(), tall()],
     at: (x, y) => tokens().findIndex(token => {
       const [left, top, width, height] = cell(boxes()[token.piece], token, extent(token.piece));
@@ -95,8 +95,8 @@ export default explorer(view => {
   }
   view.canvas({
     name: () => rules.map((rule, k) => `${rule}: text goes on at ${view.row.rules[k].end}`).join("; "),
-    caption: () => "the same tokens by their row h (down) and column w (to the right); grey: text. Frames at one place are " +
-      "fanned out like cards; circles: the overview, under the slices",
+    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text. Circles: the overview, under the slices. " +
+      "Frames with the same positions are fanned out like cards",
     size: () => [MAPS(), Math.ceil(4 / columns()) * (side() + HEAD + FOOT)],
     at(x, y) {
       for (let k = 0; k < 4; k++) {
@@ -135,7 +135,7 @@ export default explorer(view => {
           }
         }
         pen.fillStyle = view.colors.ink; pen.textAlign = "right";
-        pen.fillText(`next text: ${found.end}`, side(), HEAD + side() + 4);
+        pen.fillText(`text goes on at ${found.end}`, side(), HEAD + side() + 4);
         const chosen = laid.find(([i]) => i === view.item);
         if (chosen) {
           const [, x, y] = chosen, [h, w] = [at(found, 1, view.item), at(found, 2, view.item)];

@@ -20,10 +20,10 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import TOKEN_COLORS
 
 RULES = {
-    "Qwen2.5-VL": "each slice after the last; frames in one place",
-    "Qwen3-VL": "frames, too, after each other",
-    "MiniCPM-V 4.7": "slices side by side on one canvas",
-    "closed up": "one by one, as text; pruning leaves no gap",
+    "Qwen2.5-VL": "each slice after the one before; all frames in one place",
+    "Qwen3-VL": "slices and frames one after another",
+    "MiniCPM-V 4.7": "each slice where it is in the image",
+    "like plain text": "no model: every token one further",
 }
 SLICES, FRAMES, PRUNED = (1, 2, 4, 6), (2, 4), (0.0, 0.5)
 SIZE, CUT = (768, 512), SliceConfig(scale_resolution=168, patch_size=14, multiple=4)  # a token covers 56 x 56 px
@@ -55,9 +55,12 @@ class PositionRulesExplorer(Explorer):
 
     _esm = module("rules")
     title = "Four position rules"
-    asks = "Where does a token of a slice stand?"
-    action = "Point at a part of the image, and find it in all four maps. Then change the number of slices."
-    takeaway = "Only the canvas puts a slice where it lies in the image; the other rules put it after the one before."
+    asks = "Where does each model place the slices of an image?"
+    action = "Point at a part of the image and find it in all four maps. Then change the number of slices."
+    takeaway = (
+        "Only MiniCPM-V 4.7 places each slice where it belongs in the image; the other rules line the slices up "
+        "one after another."
+    )
 
     def __init__(self, image, clip):
         self.image = ImageOps.fit(load_image(image), SIZE)
@@ -66,7 +69,7 @@ class PositionRulesExplorer(Explorer):
         controls = [
             Control("slices", "slices at most", SLICES),
             Control("frames", "frames", FRAMES),
-            Control("pruned", "of the video, pruned", ["nothing", "half"], kind="menu"),
+            Control("pruned", "pruned from the video", ["nothing", "half"], kind="menu"),
         ]
         states = list(product(*(control.options for control in controls)))
         shared = {
@@ -129,7 +132,7 @@ def prompt_of(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames:
             prompt.write(mark.newline)
         prompt.show(mark.slice_start, *size, mark.slice_end)
     prompt.write(TEXT, TEXT, TEXT)
-    if rule in ("Qwen2.5-VL", "closed up"):
+    if rule in ("Qwen2.5-VL", "like plain text"):
         prompt.show(TEXT, *FRAME, TEXT, t=frames)
     for _ in range(frames if rule in ("Qwen3-VL", "MiniCPM-V 4.7") else 0):
         if rule == "Qwen3-VL":
@@ -145,7 +148,7 @@ def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: in
     media = torch.cat([s.offset + torch.arange(s.num_tokens) for s in prompt.spans])
     stays = torch.ones(len(prompt.ids), dtype=torch.bool)
     stays[media] = kept
-    if rule == "closed up":
+    if rule == "like plain text":
         positions = torch.full((3, len(stays)), -1)
         positions[:, stays] = closed_up_positions(int(stays.sum()))[0]
     elif rule == "MiniCPM-V 4.7":

@@ -25,7 +25,7 @@
 // view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
 // view.ease(key, n): n, reached a quarter of a second after it changed; at once if the reader wants no motion. For places
 // and sizes that are drawn: where a reader points is looked up in the table.
-// view.column(): the canvases that follow stand one below the other, beside those before it.
+// view.column(heading): the canvases that follow are one below the other, next to those before it.
 // view.big: there is the width of a page of its own, so canvases may be larger.
 // view.fit(n): n, or the available width if that is smaller: phones get narrower drawings, not smaller text.
 // view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
@@ -44,7 +44,7 @@ const STYLE = `
 .refvl select, .refvl button { font: inherit; border-radius: 6px; padding: 2px 8px; min-height: 30px; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
 .refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
-.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 13px; text-wrap: pretty; }
+.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 14px; text-wrap: pretty; }
 .refvl figcaption::first-letter, .refvl .readout::first-letter { text-transform: uppercase; }
 .refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }
 @media (pointer: coarse), (max-width: 600px) {
@@ -256,7 +256,7 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
     text.textContent = caption?.() ?? name();
     text.ariaHidden = !caption;  // read out once
     pen.scale(scale, scale);
-    pen.font = "12px sans-serif";
+    pen.font = "12px sans-serif"; pen.lineJoin = "round";
     draw(pen, width, height);
   };
   return { node, update };
@@ -301,7 +301,10 @@ export function explorer(build) {
       select(item) { if (item !== model.get("selected")) { model.set("selected", item); model.save_changes(); later(); } },
       hover(item) { if (item !== hovered) { hovered = item; later(); } },
       canvas(parts) { const made = surface(view, parts); canvases.push(made); column.append(made.node); },
-      column() { pictures.append(column = make("div", { className: "column" })); },
+      column(heading) {
+        pictures.append(column = make("div", { className: "column" }));
+        if (heading) column.append(make("b", {}, heading));
+      },
       readout(f) { say = f; },
       ease: easing(() => later()),
       get big() { return view.fit(960) >= 960; },

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const SMALL = 110, W = () => view.fit(380), BAR = () => view.fit(780);
+  const SMALL = 110, W = () => view.fit(400), BAR = () => view.fit(780);
   const narrow = () => BAR() < 600, LINE = () => (narrow() ? 54 : 38);
   const { photo, question, queries } = view.shared;
   const shape = () => view.row.size;
@@ -50,11 +50,12 @@ export default explorer(view => {
   }
   const reading = () => (query() >= 0 ? `; bright: what query ${query()} reads` : "");
 
+  view.column("MiniCPM-V");
   view.canvas({
     name: () => `MiniCPM-V: ${view.row.slices.grid[0] ? view.row.slices.grid.join(" x ") + " slices" : "no slices"}${reading()}`,
     caption: () => {
       const { grid, cell } = view.row.slices;
-      return (grid[0] ? `MiniCPM-V cuts ${grid.join(" x ")} slices of ${cell.join(" x ")} px` : "MiniCPM-V: the overview shows everything")
+      return (grid[0] ? `${grid.join(" x ")} slices of ${cell.join(" x ")} px` : "No slices: the overview shows the whole photo")
         + reading();
     },
     size: large,
@@ -76,7 +77,7 @@ export default explorer(view => {
   });
   view.canvas({
     name: () => `MiniCPM-V's overview${reading()}`,
-    caption: () => `overview, ${view.row.slices.overview.join(" x ")} px`,
+    caption: () => `Overview: ${view.row.slices.overview.join(" x ")} px`,
     size: () => small(SMALL),
     at: () => item(0, 0),
     draw(pen, width, height) {
@@ -86,11 +87,12 @@ export default explorer(view => {
       number(pen, 0, width / 2, height / 2);
     },
   });
+  view.column("Step3-VL");
   view.canvas({
     name: () => `Step3-VL: ${view.row.crops.window ? view.row.crops.grid.toReversed().join(" x ") + " crops" : "no crops"}`,
     caption: () => {
       const { grid, window, canvas } = view.row.crops;
-      return window ? `Step3-VL cuts ${grid[1]} x ${grid[0]} windows of ${window} px from ${canvas.join(" x ")} px` : "Step3-VL: the overview shows everything";
+      return window ? `${grid[1]} x ${grid[0]} squares of ${window} px, cut from ${canvas.join(" x ")} px` : "No crops: the overview shows the whole photo";
     },
     size: large,
     at(x, y) {
@@ -111,7 +113,7 @@ export default explorer(view => {
   });
   view.canvas({
     name: () => "Step3-VL's overview, a square for any shape",
-    caption: () => `overview, ${view.shared.overview} x ${view.shared.overview} px`,
+    caption: () => `Overview: ${view.shared.overview} x ${view.shared.overview} px`,
     size: () => [SMALL, SMALL],
     at: () => item(1, 0),
     draw(pen, width, height) { middle(pen, 0, 0, width, height); frame(pen, 1, 0, 0, 0, width, height); number(pen, 0, width / 2, height / 2); },
@@ -124,9 +126,10 @@ export default explorer(view => {
     return [...Array.from({ length: grid[0] * grid[1] }, (_, k) => [k + 1, of_crop]), [0, of_overview]];
   };
   const strip = () => (BAR() - (narrow() ? 4 : 240)) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
+  view.column("What each cut costs");
   view.canvas({
     name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
-    caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a newline token",
+    caption: () => "The photo in both prompts, from left to right, on one scale. 0: the overview. Orange: a newline token",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
       const family = y < LINE() ? 0 : 1, scale = strip();
@@ -166,7 +169,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => "the queries of a small MiniCPM-V with the same slices; choose one. Below: the model's answer",
+    caption: () => "Left: the queries of a small MiniCPM-V with the same slices; choose one to see what it reads. Right: its answer",
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
@@ -194,7 +197,7 @@ export default explorer(view => {
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
     return `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-      `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most} slices, answers "${view.row.answer}"`;
+      `and becomes one token of each\nThe small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };
 });

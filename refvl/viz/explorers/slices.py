@@ -35,7 +35,9 @@ class SlicesExplorer(Explorer):
     _esm = module("slices")
     title = "Slices and crops"
     asks = "How do two families cut the same photo?"
-    action = "Change the shape of the photo. Then choose a query to see what it reads in every slice."
+    action = (
+        "Change the shape of the photo. Then choose one of the queries, below, to see what it reads in every slice."
+    )
     takeaway = (
         "MiniCPM-V fits its slices to the photo, Step3-VL cuts squares, and each pays with its own number of tokens."
     )
@@ -56,10 +58,8 @@ class SlicesExplorer(Explorer):
             "photo": photo(self.image), "question": question if model else "", "queries": self.queries,
             "overview": crops.image_size, "most": model.processor.image_config.max_slice_nums if model else 0,
         }  # fmt: skip
-        start = min(rows, key=lambda s: (s[0] != "3 : 2", abs(s[1] - 1600)))
+        start = min(rows, key=lambda s: (s[0] != "3 : 2", abs(s[1] - 2136)))
         super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
-        if model is not None:
-            self.selected = self.queries // 2
 
     @property
     def queries(self) -> int:

@@ -1,9 +1,9 @@
-// Every frame of a video as a line, those that each rule samples as joined pairs above, and the timestamp of each pair.
+// Every frame of a video as a line, those that each rule samples as joined pairs below, and the timestamp of each pair.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const SIDE = 12, CELL = 48, HIGH = 44;
-  const LINE = () => (view.big ? 104 : 66), TALL = () => LINE() - 36;
+  const LINE = () => (view.big ? 112 : 84), TALL = () => LINE() - 58, FILM = 56;
   const W = () => view.fit(1120), COLUMNS = () => Math.floor(W() / CELL);
   const { rules } = view.shared, sampled = () => view.row.sampled;
   const steps = line => sampled()[line].timestamps.length;
@@ -25,43 +25,49 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
-    caption: () => `The lowest line: all ${view.row.frames.toLocaleString("en")} frames of the video. Above: the frames that each ` +
-      "release samples, two by two",
-    size: () => [W(), rules.length * LINE() + 36],
-    at: (px, py) => nearest(Math.min(rules.length - 1, Math.floor(py / LINE())), px),
+    caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in whole seconds, so neighbours can share one",
+    size: () => [W(), FILM + rules.length * LINE()],
+    at: (px, py) => nearest(Math.max(0, Math.min(rules.length - 1, Math.floor((py - FILM) / LINE()))), px),
     step(i, dx, dy) {
       const line = lineOf(i), to = line + dy;
       return dy ? (rules[to] ? nearest(to, middle(line, stepOf(i))) : -1) : along(line, stepOf(i) + dx);
     },
-    draw(pen, width, height) {
+    draw(pen, width) {
       pen.textBaseline = "top";
       rules.forEach((rule, line) => {
-        const top = line * LINE();
-        pen.fillStyle = view.colors.ink;
-        pen.font = "bold 13px sans-serif"; pen.fillText(rule, 0, top);
-        const after = pen.measureText(`${rule} `).width; pen.font = "13px sans-serif";
-        pen.fillText(`samples ${new Set(sampled()[line].indices).size} frames in ${steps(line)} pairs`, after, top);
+        const top = FILM + line * LINE();
+        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.font = "14px sans-serif"; pen.fillText(`${rule} keeps `, 0, top);
+        const after = pen.measureText(`${rule} keeps `).width, kept = new Set(sampled()[line].indices).size;
+        pen.font = "bold 14px sans-serif"; pen.fillText(`${kept} frame${kept === 1 ? "" : "s"}`, after, top);
+        pen.font = "12px sans-serif"; pen.textAlign = "center";
+        let free = -Infinity;  // where the next timestamp has room
         for (let i = 0; i < steps(line); i++) {
           pen.fillStyle = color(line, i);
           const high = chosen(line, i) ? 6 : 0;
           const [left, right] = frames(line, i).map((frame, k) => view.ease(`${line} ${i} ${k}`, x(frame)));
           for (const at of [left, right]) pen.fillRect(at - 1, top + 24 - high, 2, TALL() + high);
           pen.fillRect(left - 1, top + 22 + TALL(), right - left + 2, 3);
+          const text = sampled()[line].timestamps[i], half = pen.measureText(text).width / 2, at = Math.min(width - half, Math.max(half, (left + right) / 2));
+          if (at - half < free) continue;
+          pen.fillStyle = view.colors[chosen(line, i) ? "highlight_text" : "muted"]; pen.fillText(text, at, top + 30 + TALL());
+          free = at + half + 4;
         }
       });
-      const bottom = rules.length * LINE(), every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
+      const every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
+      pen.font = "14px sans-serif"; pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText("The video has ", 0, 0);
+      const after = pen.measureText("The video has ").width;
+      pen.font = "bold 14px sans-serif"; pen.fillText(`${view.row.frames.toLocaleString("en")} frame${view.row.frames === 1 ? "" : "s"}`, after, 0);
+      pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "right"; pen.fillText(`${view.option("duration")} s`, width, 2);
       pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5; pen.beginPath();
-      for (let f = 0; f < view.row.frames; f += every) { pen.moveTo(x(f), bottom); pen.lineTo(x(f), bottom + 14); }
+      for (let f = 0; f < view.row.frames; f += every) { pen.moveTo(x(f), 22); pen.lineTo(x(f), 42); }
       pen.stroke();
-      pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom"; pen.fillText("0 s", 0, height);
-      pen.textAlign = "right"; pen.fillText(`${view.option("duration")} s`, width, height);
     },
   });
 
   const shown = () => lineOf(view.item);
   view.canvas({
     name: () => `the prompt's ${steps(shown())} pairs by the rule of ${rules[shown()]}, each followed by its timestamp`,
-    caption: () => `The prompt of ${rules[shown()]}: the tokens of a pair, then its timestamp in seconds`,
+    caption: () => `The prompt of ${rules[shown()]}: the tokens of each pair, then its timestamp`,
     size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
     at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),
     step: (i, dx, dy) => along(lineOf(i), stepOf(i) + dx + dy * COLUMNS()),

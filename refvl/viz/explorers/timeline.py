@@ -18,9 +18,9 @@ class TimelineExplorer(Explorer):
     _esm = module("timeline")
     title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
-    action = "Press play, and compare the three rules as the video gets longer."
+    action = "Press play to make the video longer, and compare what the three releases keep."
     takeaway = (
-        "Three releases sample a video by different rules, and the prompt states one timestamp for every two frames."
+        "Each release keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
     )
 
     def __init__(self, duration: float, fps: float, variant: str):

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.fit(700) < 700 ? view.fit(342) : Math.min(300, (view.fit(996) - 48) / 3)), TILE = 76, GAP = 8, TEXT = 18;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : Math.min(268, (view.fit(996) - TILE - 72) / 3)), TILE = 80, GAP = 14, TEXT = 18;
   const shown = () => view.shared.pictures[view.place("picture")];
   const merge = () => view.shared.merge, stage = () => view.place("stage");
   const stages = () => shown().near.shape[0], count = () => shown().patches.length / 2;
@@ -12,7 +12,7 @@ export default explorer(view => {
   const place = patch => [shown().patches[2 * patch + 1], shown().patches[2 * patch]];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const near = (s, patch) => shown().near[s * count() + patch];
-  const said = patch => `the patch in line ${place(patch)[1] + 1}, column ${place(patch)[0] + 1}`;
+  const said = patch => `the patch in row ${place(patch)[1] + 1}, column ${place(patch)[0] + 1}`;
 
   const found = new WeakMap();  // per image, the patch at each cell of the grid
   function patch_at(column, row) {
@@ -58,7 +58,7 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `1. The image in ${count()} patches. Choose one`,
+    name: () => `1. The image in ${count()} patches; choose one`,
     size, at, step,
     draw(pen, width, height) {
       const c = W() * unit();
@@ -68,14 +68,30 @@ export default explorer(view => {
     },
   });
 
+  const upright = () => view.fit(700) >= 700;  // red, green and blue one below the other
   view.canvas({
-    name: () => `2. After ${view.option("stage")}: bright patches have states like the chosen one's`,
+    name: () => `2. Its pixels: ${shown().values} numbers`,
+    size: () => (upright() ? [TILE, 3 * TILE + 2 * GAP] : [3 * TILE + 2 * GAP, TILE]),
+    draw(pen) {
+      if (view.item < 0) return;
+      const side = shown().pixels.shape[2], dot = TILE / side;
+      for (let channel = 0; channel < 3; channel++) for (let i = 0; i < side * side; i++) {
+        const value = shown().pixels[(view.item * 3 + channel) * side * side + i], black = [0, 0, 0], along = channel * (TILE + GAP);
+        black[channel] = value;
+        pen.fillStyle = `rgb(${black.join(" ")})`;
+        pen.fillRect((upright() ? 0 : along) + (i % side) * dot, (upright() ? along : 0) + Math.floor(i / side) * dot, dot + 0.3, dot + 0.3);
+      }
+    },
+  });
+
+  view.canvas({
+    name: () => `3. After ${view.option("stage")}: the brighter a patch, the more its state is like the chosen one's`,
     size, at, step,
     draw(pen) { map(pen, stage(), 0, 0, W(), "large"); },
   });
 
   view.canvas({
-    name: () => `3. ${merge() ** 2} patches become one token; how much of its attention "${shown().word}" gives to each`,
+    name: () => `4. The tokens, of ${merge() ** 2} patches each: the brighter a token, the more the answer "${shown().word}" attends to it`,
     size, at, step,
     draw(pen, width, height) {
       const c = W() * unit() * merge(), columns = grid()[1] / merge(), { looked } = shown(), most = Math.max(...looked);
@@ -93,22 +109,18 @@ export default explorer(view => {
     },
   });
 
-  const WIDE = () => Math.min(view.fit(996), 3 * W() + 48), small = () => Math.min(120, (WIDE() - GAP * (stages() - 1)) / stages());
+  const WIDE = () => Math.min(view.fit(996), 3 * W() + (upright() ? TILE + 72 : 48)), small = () => Math.min(120, (WIDE() - GAP * (stages() - 1)) / stages());
   const apart = () => (WIDE() - small()) / (stages() - 1);
   view.canvas({
     name: () => "every block: the same maps, and how like the chosen patch the rest of its token is",
-    caption: () => "Every block; drag across them. Below: how like the chosen patch the rest of its token is (cosine; grey: every other patch)",
-    size: () => [WIDE(), TEXT + small() * size()[1] / W() + 130],
+    caption: () => "The third map after every block; drag across them. Orange: how similar the other three patches of its token are to the chosen patch, on average (cosine). Gray: how similar the patches of all other tokens are",
+    size: () => [WIDE(), TEXT + small() * size()[1] / W() + 120],
     drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.round((x - small() / 2) / apart())))),
     draw(pen, width, height) {
-      const top = TEXT, bottom = height - 8, roof = top + small() * size()[1] / W() + 26;
-      const all = shown().near, low = Math.min(...all), high = Math.max(...all);
+      const top = TEXT, bottom = height - 22, roof = top + small() * size()[1] / W() + 30;
+      const of = (which, s) => shown()[which][s * count() + Math.max(0, view.item)], LINES = [["far", "line"], ["near", "highlight"]];
+      const all = LINES.flatMap(([which]) => Array.from({ length: stages() }, (_, s) => of(which, s))), low = Math.min(...all), high = Math.max(...all);
       const y = value => bottom - (value - low) / (high - low || 1) * (bottom - roof), x = s => s * apart() + small() / 2;
-      const line = (patch, key) => {
-        pen.beginPath();
-        for (let s = 0; s < stages(); s++) pen.lineTo(x(s), key ? view.ease(`line ${s}`, y(near(s, patch))) : y(near(s, patch)));
-        pen.stroke();
-      };
       pen.font = "12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
       for (let s = 0; s < stages(); s++) {
         map(pen, s, x(s) - small() / 2, top, small(), `small ${s}`);
@@ -117,30 +129,18 @@ export default explorer(view => {
       }
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
       pen.strokeRect(view.ease("frame", x(stage())) - small() / 2, top, small(), small() * size()[1] / W());
-      pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
-      for (let patch = 0; patch < count(); patch++) line(patch);
       if (view.item < 0) return;
-      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3; line(view.item, true);
-      pen.fillStyle = view.colors.ink; pen.textBaseline = "bottom"; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
-      for (let s = 0; s < stages(); s++) {
-        const text = near(s, view.item).toFixed(2), high = y(near(s, view.item)) - 6;
-        pen.strokeText(text, x(s), high); pen.fillText(text, x(s), high);
+      for (const [which, color] of LINES) {
+        pen.strokeStyle = view.colors[color]; pen.lineWidth = 3; pen.beginPath();
+        for (let s = 0; s < stages(); s++) pen.lineTo(x(s), view.ease(`${which} ${s}`, y(of(which, s))));
+        pen.stroke();
       }
-    },
-  });
-
-  view.canvas({
-    name: () => view.item < 0 ? "a patch's pixels: choose a patch"
-      : `The pixels of ${said(view.item)} as red, green and blue: row ${view.item} of the input, ${shown().values} numbers`,
-    size: () => [3 * TILE + 2 * GAP, TILE],
-    draw(pen) {
-      if (view.item < 0) return;
-      const side = shown().pixels.shape[2], dot = TILE / side;
-      for (let channel = 0; channel < 3; channel++) for (let i = 0; i < side * side; i++) {
-        const value = shown().pixels[(view.item * 3 + channel) * side * side + i], black = [0, 0, 0];
-        black[channel] = value;
-        pen.fillStyle = `rgb(${black.join(" ")})`;
-        pen.fillRect(channel * (TILE + GAP) + (i % side) * dot, Math.floor(i / side) * dot, dot + 0.3, dot + 0.3);
+      pen.fillStyle = view.colors.ink; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
+      for (let s = 0; s < stages(); s++) for (const [which] of LINES) {
+        const other = of(which === "near" ? "far" : "near", s), above = of(which, s) > other || (of(which, s) === other && which === "near");
+        pen.textBaseline = above ? "bottom" : "top";
+        const text = of(which, s).toFixed(2), high = y(of(which, s)) + (above ? -6 : 6);
+        pen.strokeText(text, x(s), high); pen.fillText(text, x(s), high);
       }
     },
   });
@@ -148,16 +148,16 @@ export default explorer(view => {
   view.readout(() => {
     const t = token_of(view.item), s = stage();
     const inside = at_stage(shown().segments, s), own = inside.filter(n => n === inside[view.item]).length;
-    return `${said(view.item)}${s ? `: in ${view.option("stage")} it read ${own} of ${count()} patches` : ": its pixels, and no other patch yet"}; ` +
-      `the rest of its token is ${near(s, view.item).toFixed(2)} like it\n` +
-      `with ${merge() ** 2 - 1} others it becomes token ${shown().offset + t} of the prompt, which gets ` +
-      `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when "${shown().word}" is chosen`;
+    return `${said(view.item)}: ${s ? `${view.option("stage")} lets it attend to ${own} of ${count()} patches` : "no block has run yet, so it depends on its own pixels only"}. ` +
+      `Its similarity to the rest of its token is ${near(s, view.item).toFixed(2)}.\n` +
+      `With ${merge() ** 2 - 1} other patches it becomes token ${shown().offset + t} of the prompt, which gets ` +
+      `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when the model says "${shown().word}".`;
   });
   return {
     count,
     read: () => ({
       picture: view.place("picture"), stage: stage(), alike: at_stage(shown().alike, stage()),
-      near: at_stage(shown().near, stage()), segments: at_stage(shown().segments, stage()),
+      near: at_stage(shown().near, stage()), far: at_stage(shown().far, stage()), segments: at_stage(shown().segments, stage()),
     }),
   };
 });

@@ -29,10 +29,11 @@ class TowerExplorer(WatchedExplorer):
     _esm = module("tower")
     title = "One patch through the tower"
     asks = "What becomes of a patch on its way through the tower?"
-    action = (
-        "Choose a patch of the red circle. Then drag across the blocks: the rest of the circle becomes more like it."
+    action = "Choose a patch of the red circle, drag across the blocks, and follow the orange line."
+    takeaway = (
+        "A patch starts as pixel values, grows more similar to its neighbours of the same token, and ends as a quarter "
+        "of that token."
     )
-    takeaway = "A patch starts as pixel values, becomes more like the rest of its object, and ends as part of a token."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
@@ -61,7 +62,7 @@ class TowerExplorer(WatchedExplorer):
         return {
             "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "answer": trace.text,
             "word": w.answer[0], "alike": in_steps(alike.clamp(min=0)),  # (stages, N, N)
-            "near": mean_of_the_others(alike, w.merge**2),
+            "near": mean_of_the_others(alike, w.merge**2), "far": mean_of_the_rest(alike, w.merge**2),
             "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(alike) - 1))]).int(),
             "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
             "values": config.patch_values, "offset": trace.spans[0].offset,
@@ -73,7 +74,7 @@ class TowerExplorer(WatchedExplorer):
         number, after = list(self.watched).index(picture), self.controls[1]["options"].index(stage)
         shown = self.shared["pictures"][number]
         return {"picture": number, "stage": after} | {
-            name: shown[name][after] for name in ("alike", "near", "segments")
+            name: shown[name][after] for name in ("alike", "near", "far", "segments")
         }
 
     def figure(self) -> Figure:
@@ -87,10 +88,11 @@ class TowerExplorer(WatchedExplorer):
         plot_states(gray, segments_HW=segments, patch=place, title=f"alike after {self.options['stage']}", ax=middle)
         names = self.controls[1]["options"]
         near = self.shared["pictures"][row["picture"]]["near"]
-        right.plot(near.numpy(force=True), color="0.8", lw=1)
-        right.plot(near[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
+        far = self.shared["pictures"][row["picture"]]["far"]
+        right.plot(near[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label="the rest of its token")
+        right.plot(far[:, patch].numpy(force=True), color="0.5", lw=3, label="all other patches")
         right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-        right.set(title="similarity to the rest of its token", ylabel="cosine")
+        right.set(title=f"similarity to patch {patch}", ylabel="cosine")
         right.legend(fontsize=8)
         return figure
 
@@ -120,6 +122,13 @@ def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
     blocks = alike.view(stages, count // block, block, count // block, block)
     own = torch.stack([blocks[:, i, :, i] for i in range(count // block)], 1)  # (stages, M, block, block)
     return ((own.sum(-1) - 1) / (block - 1)).flatten(1).float()
+
+
+def mean_of_the_rest(alike: Tensor, block: int) -> Tensor:
+    """(stages, N): how alike a patch and those of all other merge blocks are, on average."""
+    _, count, _ = alike.shape
+    own = mean_of_the_others(alike, block) * (block - 1) + 1  # (stages, N), the sum over its merge block
+    return ((alike.sum(-1) - own) / (count - block)).float()
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:

@@ -33,7 +33,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: shown,
-    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not tinted: all that the chosen patch may look at"
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not tinted: the patches that the chosen patch may attend to"
       : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
@@ -73,16 +73,16 @@ export default explorer(view => {
 
   view.readout(() => {
     const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
-    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` + (windowed
-      ? `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`
-      : `its merge block becomes token ${t} of ${tokens()}`);
+    return `Patch (${row}, ${column}) is row ${view.item} of the input and belongs to merged token ${t}.\n` + (windowed
+      ? `In window order, this token is number ${place(t)}, in window ${window(t) + 1} of ${windows()}.`
+      : `This token is one of ${tokens()}.`);
   });
   const parts = { count: () => view.row.patches.length / 2 };
   if (!windowed) return parts;
 
   view.canvas({
     name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
-    caption: () => "Where the chosen patch is: rotary pairs rotated by its row (first line) and by its column (second)",
+    caption: () => "The location of the chosen patch: rotary pairs rotated by its row (first line) and by its column (second)",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
@@ -104,7 +104,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: () => "reading order above, window order below: x[window_index]",
-    caption: () => "The tokens in reading order above, in window order below: x[window_index]",
+    caption: () => "The tokens in reading order (above) and in window order (below): x[window_index]",
     size: () => [side(), BAND],
     at: x => Math.floor((x / side()) * tokens()) * block(),
     draw(pen, width, height) {
@@ -125,7 +125,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "who sees whom, in window order",
-    caption: () => "Who sees whom, in window order: a token sees the tokens of its square",
+    caption: () => "Which token attends to which, in window order: only to those of its own square",
     size: () => [side(), side()],
     at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),
     draw(pen, width, height) {

@@ -32,7 +32,7 @@ class WindowsExplorer(Explorer):
     asks = "Which patches may attend to each other inside an image?"
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (
-        "A window is an order and a cut: its tokens are put side by side, and each looks only at the others in it."
+        "A window is an order and a cut: its tokens are put next to each other, and each attends only to that window."
     )
 
     def __init__(
