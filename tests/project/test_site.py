@@ -89,7 +89,6 @@ def test_the_index_has_an_order_for_three_readers_and_numbers(written):
     assert all(f"<h3>{reader}</h3>" in text for reader in pages.READERS) and len(pages.READERS) == 3
     assert text.count("journeys/qwen2_5_vl.html#stage-") == len(pages.STATIONS)
     assert [f"<h3>{place} {s.name}</h3>" in text for place, s in enumerate(pages.STATIONS, 1)] == [True] * 10
-    count = len(list((pages.ROOT / "notebooks").glob("[0-9]*.ipynb")))
     notebooks = [nbformat.read(path, 4) for path in sorted((pages.ROOT / "notebooks").glob("[0-9]*.ipynb"))]
     pictured = sum(pages.thumbnail(notebook) != "<span></span>" for notebook in notebooks)
     assert text.count("<img") == 1 + len(pages.EXPLORERS) + pictured and pictured >= len(notebooks) - 1
