@@ -783,7 +783,9 @@ def generate_options(rng: np.random.Generator, folder: Path) -> Case:
         name = pick(rng, sorted(USUAL_OPTIONS) if rng.random() < 0.8 else sorted(GENERATE_OPTIONS))
         options[name] = pick(rng, USUAL_OPTIONS[name] if name in USUAL_OPTIONS and rng.random() < 0.8 else ODD)
     shown = {"return_dict_in_generate": True, "output_scores": True}
-    by_them = {name: value for name, value in options.items() if name != "use_cache" or value}  # None loses media there
+    by_them = {
+        name: value for name, value in options.items() if name != "use_cache" or value is True
+    }  # others lose media
 
     def attempt():
         torch.manual_seed(0)

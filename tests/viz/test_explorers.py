@@ -265,6 +265,7 @@ def test_the_explorer_of_deepstack_takes_a_list_of_frames_for_a_video():
     assert len(listed.frames) == len(array.frames) == 2
 
 
+@pytest.mark.thorough
 def test_viz_needs_no_anywidget_and_says_where_explorers_do():
     """In a process whose import of anywidget fails."""
     import subprocess

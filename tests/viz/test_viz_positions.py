@@ -133,7 +133,7 @@ def test_positions_are_explored_from_where_the_caller_says():
     """Two frames per second are one second per grid step; frames of four tokens are the nearest to five."""
     pytest.importorskip("anywidget")
     explorer = viz.explore_positions(second_per_grid=0.5, side=5)
-    assert explorer.options["rate"] == 4 and explorer.options["clip"].startswith("4 x")
+    assert (explorer.options["rate"], explorer.options["clip"]) == (4, "4 : 3")
     assert explorer.row(explorer.index)["positions"].shape[0] == 3
 
 
