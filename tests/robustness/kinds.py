@@ -810,6 +810,7 @@ def generate_options(rng: np.random.Generator, folder: Path) -> Case:
 
 def layer_of(vlm: refvl.VLM, name: str) -> torch.nn.Linear:
     """The layer whose own name ends a name in an adapter."""
+    name = name.replace("merger.mlp.0.", "merger.")  # MiniCPM-V 4.6 and 4.7 store a list of one
     parts, roots = name.split("."), (vlm.encoder, vlm.language_model, vlm.language_model.model)
     paths = [(root, ".".join(parts[i:])) for i in range(len(parts)) for root in roots]
     return next(root.get_submodule(path) for root, path in paths if path in dict(root.named_modules()))
