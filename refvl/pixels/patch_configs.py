@@ -18,7 +18,7 @@ class Glm4vPatchConfig(PatchConfig):
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # in seconds; GLM-4.1V spreads the frames of a longer video
+    max_duration: float = 300.0  # in seconds; GLM-4.1V gives a longer video no more frames than this
 
     @property
     def max_image_tokens(self) -> int:

@@ -10,9 +10,9 @@
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
-Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
-backend (`Qwen2VLVideoProcessor`), the only one for videos; torchvision itself is not needed. The two backends
-round differently, so an image and a video of the same frame differ slightly in value.
+Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit. Videos match its torchvision
+backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself is not
+needed. The two backends round differently, so an image and a video of the same frame differ slightly in value.
 
 `refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
 """

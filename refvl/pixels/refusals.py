@@ -67,7 +67,7 @@ def too_many_frames(what: str, shape: tuple[int, ...], limit: int) -> ValueError
 
 
 def unequal_frames(what: str, first: tuple[int, ...], other: tuple[int, ...]) -> ValueError:
-    """Return the error for frames, of shapes (H, W, 3), that cannot be stacked."""
+    """Return the error for frames that cannot be stacked; first, other: two shapes (H, W, 3) that differ."""
     sizes = f"{first[1]} x {first[0]} and {other[1]} x {other[0]}"
     return ValueError(f"{what}: expected frames of one size, got {sizes} pixels (width x height)")
 

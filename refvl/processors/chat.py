@@ -1,4 +1,4 @@
-"""The shared part of all processors: the chat template, tokenizer and limits of the checkpoint's folder.
+"""The base of all processors: the chat template, the tokenizer, and the limits from the checkpoint's folder.
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
