@@ -1,7 +1,7 @@
 """MiniCPM-V's prompts: a set of query tokens for the overview, for each slice, and for each frame or pack of frames.
 
     image, 2.6 to 4.5   <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
-                        image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
+                        <slice>...</slice><slice>...</slice>                  one line per row of slices
     image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number

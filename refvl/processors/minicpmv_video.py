@@ -2,9 +2,9 @@
 
     video file -> sampled frames        by the rule of the version's card, see `sample`
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
-               Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second,
-               which the
-resampler adds to the keys.
+
+The frames of a pack share one set of query tokens. Each frame has a temporal id, its time in tenths of a second, which
+the resampler adds to the keys.
 """
 
 import math
