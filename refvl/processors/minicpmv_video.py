@@ -104,7 +104,7 @@ class PacksFrames(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take `fps` frames a second from the middle of equal parts, as many as fit into max_frames full packs."""
+        """Take `fps` frames per second from the middle of equal parts, at most max_frames full packs."""
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
