@@ -6,7 +6,7 @@
        | resampler             query_num vectors per slice (in 4.5, per slice or group of frames)
     tokens (M, D)
 
-    version    tower          input of the position table resampler frames
+    version    tower          input of the position table    resampler       frames
     2.0        SiglipViT      h x w, the table resized        Resampler2      -
     2.5        NaVitSiglip    one row of h * w patches        Resampler2_5    -
     2.6, 4.0   NaVitSiglip    h x w                           Resampler2_5    ordinary slices

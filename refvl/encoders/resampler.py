@@ -7,9 +7,9 @@
        | ln_post, proj    LayerNorm, one matmul
     tokens (slices * Q, D)
 
-    Resampler2 queries and keys have positions: the queries' fixed grid, resized for the keys (2.0)
-    Resampler2_5 only keys have positions: sines and cosines of row and column (2.5, 2.6, 4.0)
-    Resampler4_5 the same plus time; the frames of a group share a set of queries (4.5)
+    Resampler2     queries and keys have positions: the queries' fixed grid, resized for the keys         (2.0)
+    Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
+    Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
 Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size, so a grid of 4 x 227 or
 a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;

@@ -4,7 +4,7 @@
        | resize    only down, to any size within a maximum of patches in total and per side     torch, bicubic
        | pad       black right and below, to multiples of P * m
        | cut_rows  as in `refvl.pixels.patches`
-    levels (N, 3, 1, P*P) uint8, grid (t, h, w) t counts frames, each of which is cut separately
+    levels (N, 3, 1, P*P) uint8, grid (t, h, w)    t counts frames, each of which is cut separately
 
 Upstream: `Kimi_K25ImageProcessor` and `Kimi_K25VideoProcessor` (transformers 5.23), which need torchvision.
 """

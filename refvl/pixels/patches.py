@@ -37,8 +37,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows. The defaults are transformers' for images; `for_video` returns a
-    video's.
+    """The rule by which pixels become patch rows. Defaults are transformers' for images; `for_video` has those for videos.
 
     Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
     gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.

@@ -80,8 +80,7 @@ class Glm4vProcessor(ChatProcessor):
         return list(dict.fromkeys(chosen.indices))
 
     def _frames_read(self, video: Video) -> list[int]:
-        """Return the indices of the frames that become patch rows: each frame once; if their number is odd, the last
-        twice.
+        """Return the indices of the frames that become patch rows: each once, and the last twice if the number is odd.
 
         The timestamps of the prompt come from the same indices, so there is one for every two frames.
         """

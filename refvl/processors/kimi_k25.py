@@ -63,8 +63,7 @@ class KimiK25Processor(ChatProcessor):
     def frame_indices(
         self, total: int, source_fps: float, *, fps: float | None = None, num_frames: int | None = None
     ) -> Sequence[int]:
-        """Return the indices of `fps` frames per second, or of num_frames, evenly spaced from the first; at most
-        `total`.
+        """Return indices of `fps` frames per second, or num_frames, evenly spaced from the first; at most `total`.
 
         Raises ValueError if num_frames exceeds `total`. Upstream: `default_sample_indices_fn` (transformers).
         """

@@ -81,8 +81,7 @@ def even_indices(
     total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
     num_frames: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return the indices of `fps` frames per second within the limits, or of `num_frames`, evenly spaced to the last
-    frame.
+    """Return indices of `fps` frames per second within the limits, or `num_frames`, evenly from first to last frame.
 
     Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
 

@@ -74,8 +74,7 @@ class MediaFile:
 
 
 def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
-    """Find the media in `source` by suffix, sorted by name: images that Pillow can open and, with `videos`, also
-    videos.
+    """Find media by suffix, sorted by name: images that Pillow can open and, with `videos`, also videos.
 
     source: a folder (searched recursively), a .tar file, or a text file with one path per line, relative to that file.
     In tar files only images are found. Links to folders are not followed. A listed path that does not exist has no

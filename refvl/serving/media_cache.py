@@ -1,9 +1,9 @@
 """A media cache: embeddings are stored under the content they come from, so no image or video is encoded twice.
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
-    the key is cached return a copy of its embeddings: a hit
+    the key is cached               return a copy of its embeddings: a hit
     another thread encodes it       wait for that thread's embeddings: a hit
-    neither encode, store a copy, drop the least recently used entries: a miss
+    neither                         encode, store a copy, drop the least recently used entries: a miss
 
 A key covers the pixels as the tower reads them and their layout. It covers a frame's time only if the tower uses it
 (MiniCPM-V 4.5). It covers no name, no token id and no part of the prompt, so a hit may come from a different question,

@@ -1,8 +1,8 @@
 """One image per device, not one shard of every layer: data-parallel encoding over a torch.distributed group.
 
     sizes of all items -> get_load_balance_assignment: which rank encodes which item (the same result on every rank)
-    own rows -> the encoder, eager or with graphs
-    own embeddings -> padded to the length of the longest rank, all-gathered, cut, put in the caller's order
+    own rows           -> the encoder, eager or with graphs
+    own embeddings     -> padded to the length of the longest rank, all-gathered, cut, put in the caller's order
 
 A vision tower is small and its items are independent, so every rank has the whole tower and only the results are sent.
 That takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the sizes. The

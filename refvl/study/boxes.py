@@ -2,7 +2,7 @@
 
 The unit of a coordinate differs from family to family, and no answer states it:
 
-    Qwen2.5-VL pixels of the *resized* image that the processor produced
+    Qwen2.5-VL                            pixels of the *resized* image that the processor produced
     Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side

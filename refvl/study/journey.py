@@ -306,10 +306,9 @@ def count_checks(function: Function, lines: range) -> str:
 
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
-    """Split a function into parts, in order, without docstrings: (False, a line), or (True, several lines that only
-    check).
+    """Split a function, without docstrings, into parts in order: (False, one line) or (True, lines that only check).
 
-    Comments and blank lines between two such lines belong to the run.
+    Comments and blank lines between two lines that only check belong to the same part.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]
