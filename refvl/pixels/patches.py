@@ -37,7 +37,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows. Defaults are transformers' for images; `for_video` has those for videos.
+    """The rule by which pixels become patch rows. Defaults are transformers' for images; `for_video` has a video's.
 
     Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
     gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.

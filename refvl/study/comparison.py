@@ -284,10 +284,10 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
     """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
 
-    This share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2, and the largest
-    of about 10^5 values decides (`tests/closeness.py` derives the formula). eps is the machine epsilon of the coarser
-    run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide. Half
-    precisions are summed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
+    The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of
+    about 10^5 values decides (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
+    coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide.
+    Half precisions are summed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
     difference of the inputs is added.
     """
     runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
