@@ -133,7 +133,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
 
 
 def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise one ValueError that counts, kind by kind, the weights that do not fit, and lists the first of them."""
+    """Raise one ValueError with the number of weights and the first few names for each kind of mismatch."""
     lines = []
     for kind, names in problems.items():
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""

@@ -78,7 +78,7 @@ class Encoder(PlansAndEncodes, Protocol):
     It is a `GraphEncoder` as well, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
     """
 
-    config: Any  # contains depth, num_heads and head_dim of the tower, and patch_values per row
+    config: Any  # has the tower's depth, num_heads and head_dim, and patch_values, the number of values in a patch row
     is_compiled: bool  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:

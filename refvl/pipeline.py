@@ -64,7 +64,7 @@ class VLM:
         self.processor = processor
         self.encoder = encoder
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | None = None  # graphs encode in place of the encoder, if there are any
+        self.graphs: EncoderGraphManager | None = None  # if set, its graphs run instead of the encoder
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
         """Answer a question about images and videos, greedily; request: the other fields of `Request`."""
@@ -148,8 +148,8 @@ class VLM:
     def decode(self, traces: Sequence[Any], max_new_tokens: int, **options) -> GenerateOutput:
         """Return transformers' output, whose `sequences` (B, new) continue prompts that are ready, padded on the left.
 
-        options: those of transformers' `generate`. With `past_key_values`, all of the prompt but its last token is
-        cached.
+        options: the options of transformers' `generate`. With `past_key_values`, all of the prompt but its last token
+        is cached.
         """
         text = self.language_model
         pad_id = text.generation_config.pad_token_id or 0

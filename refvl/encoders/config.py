@@ -34,7 +34,7 @@ class TowerConfig:
         self.check_image_size()
 
     def check_sizes(self) -> None:
-        """Raise ValueError, naming the field, for sizes from which no tower can be built."""
+        """Raise ValueError, naming the field, if no tower can be built from these sizes."""
         own: Any = self  # subclasses are dataclasses
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
 
@@ -52,7 +52,7 @@ class TowerConfig:
     def from_hf(cls, config) -> Self:
         """Build from a transformers vision config or a whole model's config, each as an object or as a dict.
 
-        Unknown keys are ignored. Raises ValueError for another activation or inconsistent sizes.
+        Unknown keys are ignored. Raises ValueError for a different activation or inconsistent sizes.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

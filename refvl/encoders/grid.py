@@ -1,4 +1,4 @@
-"""The common parts of all towers on grids: sizes, the check of a grid, weight names. It depends on no model.
+"""The common parts of all towers on grids: sizes, grid checks, weight names. It depends on no model.
 
 An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows are in merge-block order: m * m consecutive rows
 become one token.
@@ -20,7 +20,7 @@ from refvl.encoders.weights import named_tensors
 
 
 class GridVisionConfig(TowerConfig):
-    """The base of the towers' configs, which are frozen dataclasses of at least these fields."""
+    """The base of the towers' configs, which are frozen dataclasses with at least these fields."""
 
     __slots__ = ()
     activation = "silu"
@@ -91,7 +91,7 @@ class GridEncoder(Tower):
 
 
 def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split each fused `gate_up_proj` into gate's rows and up's; yield all other pairs unchanged."""
+    """Split each fused `gate_up_proj` into the rows of gate and of up; yield all other pairs unchanged."""
     for name, tensor in named_tensors(weights):
         if ".gate_up_proj." not in name or not isinstance(tensor, Tensor) or not tensor.ndim:
             yield name, tensor

@@ -13,12 +13,12 @@
     embeddings (M, D)
 
 A chunk is `pos_emb_time` consecutive frames of a video, possibly fewer in the last chunk; an image is a chunk of one
-frame. A chunk becomes as many tokens as an image of its size. The other towers for video encode each frame by itself,
-or put two frames into each patch row before the first layer.
+frame. A chunk becomes as many tokens as an image of the same size. The other towers for video encode each frame by
+itself, or put two frames into each patch row before the first layer.
 
 Rotary pairs alternate: one rotates with the column, the next with the row. The released file pairs neighbours
 (dimensions 0 and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this
-encoder, which sorts the rows of the released q and k when it loads them.
+encoder: when it loads a released file, it reorders the rows of q and k.
 
 Shape suffixes: N patches, B merge blocks of all frames, M tokens, E tower width, F = m * m * E, D language width, H
 heads, K head dimension, T frames of the longest chunk.
@@ -65,7 +65,7 @@ RENAMED = {  # regular expression for a name in the released file or transformer
 
 @dataclass(frozen=True, slots=True)
 class KimiK25VisionConfig(TowerConfig):
-    """Sizes of tower and projector, under transformers' names; released files have others (`aliases`)."""
+    """Sizes of the tower and the projector, under transformers' names; released files use other names (`aliases`)."""
 
     activation = "gelu_pytorch_tanh"
     aliases = MappingProxyType(
@@ -101,7 +101,7 @@ class KimiK25VisionConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, config) -> "KimiK25VisionConfig":
-        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config."""
+        """Build from a whole model's config (an object, or the dict in `config.json`) or from a vision config."""
         whole = config_dict(config)
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
@@ -227,8 +227,8 @@ class KimiK25Encoder(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> ChunkMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` chunks can need.
 
-        Each token has patch rows for one frame, which is enough for images; chunks of T frames need a budget T times
-        as large.
+        Each token has room for the patch rows of one frame, which is enough for images; chunks of T frames need a
+        budget T times as large.
         """
         patches = max_tokens * self.block_size
         metadata = ChunkMetadata(
@@ -298,7 +298,7 @@ class VisionAttention(nn.Module):
 
 
 class Projector(nn.Module):
-    """Each patch is normalised, then the m x m patches of a block become one token."""
+    """Normalise each patch, then turn the m x m patches of each block into one token."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()

@@ -1,25 +1,25 @@
-"""MiniCPM-V's encoders: a tower and a resampler per version, joined.
+"""MiniCPM-V's encoders: each version joins a tower and a resampler.
 
     patch rows (N, 3*P*P)      all slices of all items, concatenated
        | vpm                   one vector per patch
     (N, E)
-       | resampler             query_num vectors per slice, or, in 4.5, per slice or group of frames
+       | resampler             query_num vectors per slice (in 4.5, per slice or group of frames)
     tokens (M, D)
 
-    version    tower          the position table's input    resampler       frames
+    version    tower          input of the position table    resampler       frames
     2.0        SiglipViT      h x w, the table resized        Resampler2      -
     2.5        NaVitSiglip    one row of h * w patches        Resampler2_5    -
     2.6, 4.0   NaVitSiglip    h x w                           Resampler2_5    ordinary slices
     4.5        NaVitSiglip    h x w                           Resampler4_5    have times; groups share queries
 
-An image is an overview and slices, a video is frames; to the encoder both are slices of h x w patches. The layout of an
-item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except for the frames that share a
-set of queries in 4.5. A version is a class below, never a branch in a forward.
+An image consists of an overview and slices, and a video of frames; the encoder treats all of them as slices of h x w
+patches. The layout of an item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except in
+4.5, where frames that share a set of queries form a group. Each version is a class below, never a branch in a forward.
 
-Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape. Here
-rows are concatenated: the only sizes are the numbers of rows, slices and sets of queries, so one graph per budget is
-enough for every shape. Budgets count tokens; a token provides `patches_per_slice / query_num` patch rows. Items that
-need more rows take a larger budget, or run eagerly (see `plan_batches`).
+Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
+Here rows are concatenated, so the only sizes are the numbers of rows, slices and sets of queries, and one graph per
+budget serves every shape. Budgets count tokens; a token provides `patches_per_slice / query_num` patch rows. Items
+that need more rows take a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -47,7 +47,7 @@ AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain audio in
 
 @dataclass(frozen=True, slots=True)
 class MiniCPMVEncoderConfig:
-    """The sizes of both parts, read from the `config.json` of a whole model."""
+    """The sizes of the tower and the resampler, read from the `config.json` of a whole model."""
 
     vision: Any  # NaVitSiglipConfig or SiglipViTConfig
     hidden_size: int  # D
@@ -107,7 +107,7 @@ class MiniCPMVEncoderConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniCPMVMetadata:
-    """The input of one forward besides pixels: the plan of the tower and that of the resampler."""
+    """The input of one forward besides the pixels: the plan of the tower and the plan of the resampler."""
 
     vision: NaVitMetadata | SiglipViTMetadata
     resampler: ResamplerMetadata | FixedGridMetadata
@@ -120,7 +120,7 @@ class MiniCPMVMetadata:
 
 
 class MiniCPMVEncoder(Tower):
-    """The base of all versions: it builds the two parts, plans both, and runs one after the other."""
+    """The base of all versions: it builds the tower and the resampler, plans both, and runs one after the other."""
 
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
@@ -155,7 +155,7 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        Only frames that share the queries of another frame are counted; the tokens limit the number of all others.
+        "frames" counts only those that share the queries of another frame; the tokens limit the number of all others.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -197,11 +197,11 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def patches_per_slice(self) -> int:
-        """The number of patch rows that a set of queries provides in a graph.
+        """The number of patch rows for which a set of queries makes room in a graph.
 
         A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches.
-        Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows suffice for ratios up to
-        12:1.
+        Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows are enough for ratios up
+        to 12:1.
         """
         side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side
@@ -241,7 +241,7 @@ class MiniCPMVEncoder(Tower):
 
 
 class MiniCPMV2_0Encoder(MiniCPMVEncoder):
-    """timm's SigLIP, and queries with positions in a fixed grid. A plan contains the resized position table."""
+    """timm's SigLIP plus queries with positions in a fixed grid. A plan contains the resized position table."""
 
     vpm_class = SiglipViT
     resampler_class = Resampler2
@@ -261,7 +261,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """The tower was trained without slices' shapes: for its position table a slice is one row of h * w patches."""
+    """The tower was trained without the shapes of slices: to its position table, a slice is a row of h * w patches."""
 
     skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
@@ -273,7 +273,7 @@ class MiniCPMV2_5Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_6Encoder(MiniCPMVEncoder):
-    """The tower sees the shapes of slices; frames of a video are ordinary slices."""
+    """The tower receives the shapes of slices; the frames of a video are ordinary slices."""
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
@@ -281,7 +281,7 @@ class MiniCPMV4_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV4_5Encoder(MiniCPMVEncoder):
-    """Frames have times, and those of a group share one set of queries."""
+    """Frames have times, and all frames of a group share one set of queries."""
 
     resampler_class = Resampler4_5
     reads_times = True

@@ -12,7 +12,7 @@
        | merger                four concatenated rows -> one
     tokens (N / 16, D)
 
-That is the mode "16x". In "4x" there is no vit_merger, so a slice becomes four times as many tokens; sides are
+This is the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens; the sides are
 then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
 
 Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
@@ -60,9 +60,9 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config.
+        """Build from a whole model's config (an object, or the dict in `config.json`) or from a vision config.
 
-        Raises ValueError for a merger of other sizes.
+        Raises ValueError for a merger of any other size.
         """
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
@@ -95,7 +95,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldMetadata(NaVitMetadata):
-    """The plan of earlier versions' tower, and the order of patches; after the fold, segments are a quarter as long."""
+    """The plan of the earlier versions' tower plus the patch order; after the fold, segments are a quarter as long."""
 
     order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the patch row at each position
     folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # groups of windows; only for sdpa
@@ -214,7 +214,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
 
 
 class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
-    """Like 4.6; only the positions of the language model differ (`refvl.positions.canvas`)."""
+    """The same encoder as in 4.6; only the positions in the language model differ (`refvl.positions.canvas`)."""
 
 
 class WindowMerger(nn.Module):
@@ -244,7 +244,7 @@ class WindowMerger(nn.Module):
 
 
 class Merger(nn.Module):
-    """Four concatenated rows become one row of the language model's width."""
+    """Turns four concatenated rows into one row of the language model's width."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()

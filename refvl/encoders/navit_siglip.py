@@ -8,10 +8,10 @@
        | post_layernorm   LayerNorm
     (N, E)
 
-Upstream pads all slices of a batch to the longest and masks; here slices are concatenated, and `cu_seqlens` contains
-the start of each. `encode` works on this form; `forward` accepts and returns the padded form, see
-`refvl.encoders.slice_layouts`. The entry of a patch depends only on sizes, so it is planned: `encode` reads no value
-back and branches on no tensor.
+Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated, and
+`cu_seqlens` contains the start of each. `encode` works on this form; `forward` accepts and returns the padded form,
+see `refvl.encoders.slice_layouts`. The table entry of a patch depends only on sizes, so the plan contains it: `encode`
+reads no value back and branches on no tensor.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
@@ -62,7 +62,7 @@ class NaVitSiglipConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NaVitMetadata(Segments):
-    """The input of one `encode` besides pixels; segments are slices."""
+    """The input of one `encode` call in addition to the pixels; segments are slices."""
 
     position_ids: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, rows of the position table
 
@@ -73,7 +73,7 @@ class NaVitSiglip(Tower):
     config_class = NaVitSiglipConfig
 
     def __init__(self, config: NaVitSiglipConfig, *, drop_last_layer: bool = False, attention: str = "auto"):
-        """Build the tower; drop_last_layer: without its last layer (`drop_vision_last_layer` of the checkpoint)."""
+        """Build the tower. drop_last_layer: whether to omit its last layer (`drop_vision_last_layer` in configs)."""
         super().__init__(config, attention=attention)
         self.drop_last_layer = drop_last_layer
         self.patch_values = config.patch_values
@@ -92,7 +92,7 @@ class NaVitSiglip(Tower):
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
         tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2).
-        position_sizes: the shapes for the position table, with as many patches (default: tgt_sizes).
+        position_sizes: the shapes for the position table, with the same numbers of patches (default: tgt_sizes).
         Raises ValueError if the numbers of patches differ.
         """
         sizes = as_sizes(tgt_sizes)
@@ -104,7 +104,7 @@ class NaVitSiglip(Tower):
         return self.plan_checked(position_sizes)
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
-        """Plan slices whose sizes are already checked. layouts: the (h, w) of each, as for the position table."""
+        """Plan slices whose sizes are already checked. layouts: the (h, w) of each slice for the position table."""
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         places = [place_in_table(h, w, self.table_side) for h, w in layouts]
         position_ids = torch.cat([torch.zeros(0, dtype=torch.long), *places])
@@ -196,9 +196,9 @@ class MLP(nn.Module):
 def place_in_table(h: int, w: int, side: int) -> Tensor:
     """Return (h * w,) int64: for each patch of an h x w slice, row by row, its entry in a side x side table.
 
-    Row r of the slice uses the entries in row floor(r / h * side) of the table. This is computed in integers: upstream
-    sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ..., where a fraction on a bound depends on
-    rounding.
+    Row r of the slice uses the entries in row floor(r / h * side) of the table. This is computed in integers. Upstream
+    sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ...; for a fraction exactly on a bound, its
+    result depends on rounding.
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()

@@ -163,8 +163,9 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
 
-        Cumulative lengths describe one frame and windows filled one after the other, a valid input for a warm-up.
-        `max_window_count` bounds the windows; a window has at most its square of tokens, a frame at most all tokens.
+        The cumulative lengths describe one frame, and windows filled one after the other, which is a valid input for a
+        warm-up. `max_window_count` limits the number of windows. A window has at most the tokens of its square; a
+        frame has at most all tokens.
         """
         patches, side = max_tokens * self.block_size, self.config.window_side
         max_frames = min(max_frames, max_tokens)
@@ -249,9 +250,9 @@ class PatchMerger(nn.Module):
 def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
-    Upstream (`cast_overflow_tensors`) clamps all rows if one has overflowed, so values within 1000 of the limit depend
-    on the rest of the batch. Here they depend only on their own row. There is no branch on the tensor, so a graph can
-    capture it.
+    Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
+    depend on the rest of the batch. Here they depend only on their own row. The function does not branch on the
+    tensor, so a graph can capture it.
     """
     if x_NE.dtype != torch.float16:
         return x_NE

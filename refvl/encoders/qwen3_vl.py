@@ -10,9 +10,10 @@
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
     rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
-DeepStack: the tower's last features become the embeddings of the language model. It also adds the features of k earlier
-blocks to the hidden states of the same tokens: the i-th after its layer i. All features of a token form one wide row,
-so pruning, graphs, sharding and files treat it like any other row. `split` separates them again.
+DeepStack: the tower's last features become the embeddings of the language model. The language model also adds the
+features of k earlier blocks to the hidden states of the same tokens: the i-th features after its layer i. All features
+of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split` separates
+them again.
 
 The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
 `forward` reads no value back and branches on no tensor. The values sampled from the table are planned too; they depend
@@ -229,8 +230,8 @@ class VisionMLP(nn.Module):
 class PatchMerger(nn.Module):
     """Fold each m x m block of patches into one token.
 
-    normed: the number of values that are normalised together. The last merger normalises the E values of a patch; the
-    mergers of DeepStack normalise the m * m * E values of a block.
+    normed: the number of values that are normalised together. The last merger normalises the E values of each patch;
+    the DeepStack mergers normalise the m * m * E values of each block.
     """
 
     def __init__(self, config: Qwen3VLVisionConfig, *, normed: int):

@@ -7,13 +7,13 @@
        | ln_post, proj    LayerNorm, one matmul
     tokens (slices * Q, D)
 
-    Resampler2     queries and keys have positions: the queries' fixed grid, resized to the slice's       (2.0)
-    Resampler2_5   only keys have them: sines and cosines of row, column                                (2.5, 2.6, 4.0)
-    Resampler4_5   also of time; frames of a group share a set of queries                                (4.5)
+    Resampler2     queries and keys have positions: the queries' fixed grid, resized for the keys         (2.0)
+    Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
+    Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
 Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size, so a grid of 4 x 227 or
 a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;
-`forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a file of its own.
+`forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -39,7 +39,7 @@ from refvl.positions.tables import sincos, sincos_frequencies
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetMetadata:
-    """The patches of each set of queries. A capture records integers as constants: they are capacities there."""
+    """The patches of each set of queries. A capture records integers as constants, so they are capacities there."""
 
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
@@ -62,7 +62,7 @@ class ResamplerMetadata(SetMetadata):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemporalResamplerMetadata(ResamplerMetadata):
-    """The metadata of `Resampler2_5`, and the time of each patch."""
+    """The metadata of `Resampler2_5` plus the time of each patch."""
 
     times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: temporal id of the patch's frame, -1 for none
     time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
@@ -156,7 +156,7 @@ class Resampler2_5(Resampler):
         return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
-        """Return a plan as large as any batch of this many patches and sets needs: one set attends to all patches."""
+        """Return a plan large enough for any batch of this many patches and sets: one set attends to all patches."""
         plan, unused = self.plan([(1, max_patches)]), max_sets - 1
         return replace(
             plan,
@@ -188,9 +188,9 @@ class Resampler4_5(Resampler2_5):
     def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
         """Plan slices of (h, w) patches each, in groups.
 
-        temporal_ids: one list per group, with one id per slice, -1 or None for none. A group shares one set of queries,
-        unless all of its ids are -1: then each slice has its own. A flat tensor of ids puts no slices into groups; None
-        means that slices have no times.
+        temporal_ids: one list per group with one id per slice, -1 or None for no time. A group shares one set of
+        queries, unless all of its ids are -1; then each slice has its own set. A flat tensor of ids forms no groups;
+        None means that slices have no times.
         """
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
@@ -263,7 +263,7 @@ class CrossAttention(nn.Module):
 
 
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
-    """Return the weights of queries on patches: (H, Q, L) per set of L patches; rows sum to 1.
+    """Return the attention weights of the queries on the patches: (H, Q, L) per set of L patches; rows sum to 1.
 
     For inspection; `resample` never stores them. The arguments are those of `resample`.
     """

@@ -1,6 +1,7 @@
 """The resampler of MiniCPM-V 2.0: queries form a fixed grid, and both queries and keys have positions in it.
 
-The grid's positions are resized to the slice for its keys. The data flow is that of `refvl.encoders.resampler`.
+For the keys of a slice, the grid's positions are resized to the slice. The data flow is that of
+`refvl.encoders.resampler`.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries.
 Upstream: `Resampler2` (vLLM).
@@ -46,7 +47,7 @@ class Resampler2(Resampler):
 
         kv_dim: the width of the rows (default: embed_dim, no projection).
         adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
-        do_post_projection: False to end with the attention (Qwen-VL's form).
+        do_post_projection: False ends with the attention, as in Qwen-VL.
         """
         num_queries = check_positive_int(grid_size, "grid_size") ** 2
         super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)

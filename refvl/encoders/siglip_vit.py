@@ -10,10 +10,10 @@
        | norm             LayerNorm
     (N, E)
 
-The layers are `NaVitSiglip`'s except for the exact GELU; timm's weight names are mapped to theirs. There is no class
-token, and SigLIP's attention pool is left out. Resized positions depend on the grid and the table. They are planned, as
-in `refvl.encoders.glm4v`, so a plan is outdated after the table changes. `encode` accepts patch rows of images of any
-sizes, `forward` images of one size.
+The layers are those of `NaVitSiglip` except for the exact GELU; timm's weight names are mapped to the names there.
+There is no class token, and SigLIP's attention pool is left out. The resized positions depend on the grid and the
+table. They are part of the plan, as in `refvl.encoders.glm4v`, so a plan becomes stale when the table changes.
+`encode` accepts patch rows of images of different sizes; `forward` accepts images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -67,7 +67,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
-        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`.
+        """Build from a dict with timm's names, or from a whole model's `vision_config` or `vision_encoder`.
 
         Raises ValueError for any other tower.
         """
@@ -83,7 +83,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiglipViTMetadata(Segments):
-    """The input of one `encode` besides pixels; segments are images."""
+    """The input of one `encode` call in addition to the pixels; segments are images."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
 

@@ -5,7 +5,7 @@ skips these checks.
 
 Encoders never pad: their slices are concatenated. `encode_strips` and `resample_slices` accept upstream's padded form,
 in which each slice of a batch is filled up to the longest. The padding of a slice is never read, so its values are
-arbitrary; in results it is zero.
+arbitrary; in results, the padding is zero.
 
 Shape suffixes: B slices, L patches of the longest, N patches of all slices, C values of a patch, E the tower's width,
 Q queries, D the language model's width.
@@ -25,9 +25,9 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     """Return one tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself.
 
-    reads_times: whether the version uses the times of frames. Raises TypeError for another type. Raises ValueError for
-        an item or group without slices, a slice without patches, and temporal ids that do not cover every slice. Times
-        are also refused by versions that do not use them.
+    reads_times: whether the version uses the times of frames. Raises TypeError for any other type. Raises ValueError
+    for an item or group without slices, for a slice without patches, and for temporal ids that do not cover every
+    slice. Versions that do not use times also refuse them with a ValueError.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -65,7 +65,7 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
     """Return one list of ids per group, with -1 for None.
 
-    A flat tensor of ids, one per slice, groups nothing; None means separate slices without times. Raises
+    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises
     TypeError for another type, and ValueError for ids below -1, an empty group, or ids that do not cover every slice
     once.
     """

@@ -19,7 +19,7 @@ from refvl.checks import Grid, check_pixel_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """The input of a stack of equal squares besides pixels; everything else follows from its shape."""
+    """The input of a stack of equal squares besides the pixels; everything else follows from the pixels' shape."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
 
@@ -63,12 +63,12 @@ class SquarePath:
         return squares * h * w, squares * self.tokens, squares
 
     def plan(self, layouts) -> StackMetadata:
-        """Return the positions of one square with the current weights; they are the same for every batch."""
+        """Return one square's positions under the current weights; they are the same for every batch."""
         self.check_layouts(layouts)
         return StackMetadata(self.encoder.position_embeds(self.side))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
-        """Return metadata of the same size for any capacity."""
+        """Return metadata, which has the same size for any capacity."""
         return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:

@@ -6,7 +6,7 @@
        | position_embedding  a learned table, resized bicubically for squares of other sizes
        | repeat              the class token four times, as in training
     (B, 4 + n*n, E)          n = S / P patches per side
-       | layers              x + LN(attn(x)); x + LN(mlp(x)): the *result* of each sub-layer is normalised
+       | layers              x + LN(attn(x)); x + LN(mlp(x)): the *output* of each sub-layer is normalised
        | drop                the four class tokens, which are not used afterwards
     (B, E, n, n)
        | vit_downsampler     convolution 2 x 2, then 3 x 3 with stride 2: 52 -> 26 -> 13 patches per side
@@ -43,7 +43,7 @@ CLASS_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Step3VisionConfig(TowerConfig):
-    """Sizes of the encoder; the first ones have the names and defaults of the checkpoint's `vision_config`."""
+    """Sizes of the encoder; the first fields have the names and defaults of the checkpoint's `vision_config`."""
 
     activation = "quick_gelu"
     hidden_size: int = 1792
@@ -56,7 +56,7 @@ class Step3VisionConfig(TowerConfig):
     crop_size: int = 504  # constant in the released model
     patch_size: int = 14
     layer_norm_eps: float = 1e-5
-    understand_projector_stride: int = 2  # this and the next two come from the config of the whole model
+    understand_projector_stride: int = 2  # this field and the next two come from the config of the whole model
     out_hidden_size: int = 7168  # the width of the language model
     projector_bias: bool = False
 
@@ -76,10 +76,10 @@ class Step3VisionConfig(TowerConfig):
         hidden_size: int | None = None,
         projector_bias: bool | None = None,
     ) -> "Step3VisionConfig":
-        """Build from a vision config or a whole model's, as an object or as the dict in `config.json`.
+        """Build from a vision config or a whole model's config, as an object or as the dict in `config.json`.
 
-        hidden_size: the language model's. Arguments that are None come from the whole model's config, if it was passed.
-        Unknown keys are ignored.
+        hidden_size: the width of the language model. Arguments that are None come from the whole model's config, if
+        passed. Unknown keys are ignored.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         whole = config_dict(config)
@@ -124,13 +124,13 @@ class Step3VisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """The inputs of one forward over images besides pixels. Graphs capture the two stacks instead: `StackMetadata`."""
+    """The inputs of one forward over images besides the pixels. Graphs capture the two stacks: `StackMetadata`."""
 
     local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
     global_rows: Tensor  # (overviews * n_g^2,) int64
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
-    order: Tensor  # (M,) int64: reorders the tokens of all crops, then all overviews, into the order of the images
+    order: Tensor  # (M,) int64: sorts the tokens, first of all crops and then of all overviews, by image
 
     @property
     def summary(self) -> str:
@@ -162,10 +162,11 @@ class Step3VisionEncoder(Tower):
         self.patch_values = config.patch_values  # C * P * P, in one row
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
-        """Compute the rows of each stack, and the order back, on the CPU; move them to the encoder's device.
+        """Compute the rows of each stack and the final token order on the CPU; move them to the encoder's device.
 
-        Only the position table is resized on its own device. The plan contains values of the current weights: plan
-        again after loading. layouts: (rows, columns) of crops per image; `plan` also accepts tensors, and checks.
+        Only the position table is resized on its own device. The plan contains values of the current weights, so plan
+        again after loading new ones. layouts: (rows, columns) of crops per image; `plan` also accepts tensors, and
+        checks.
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
@@ -194,10 +195,10 @@ class Step3VisionEncoder(Tower):
     ) -> Tensor:
         """Encode squares (B, C, S, S) into (B, M, D), or patch rows of images (N, C*P*P) into (M, D), images in order.
 
-        The rows of an image: its crops in order, then the overview, patches row by row; its embeddings have the same
-        order. With rows pass `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the
-        encoder's backend. Raises ValueError if the rows do not match, and TypeError if their dtype is not floating
-        point.
+        The rows of an image are those of its crops in order, then those of the overview, with patches row by row; its
+        embeddings have the same order. With patch rows, pass `layouts` to plan here, or the `metadata` of an earlier
+        `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match, and TypeError
+        if their dtype is not floating point.
         """
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_squares(pixel_values, attention)
@@ -256,7 +257,7 @@ class Step3VisionEncoder(Tower):
 
     @property
     def paths(self) -> dict[str, SquarePath]:
-        """The two stacks as encoders of their own, in the order of an image's rows and embeddings."""
+        """The two stacks as separate encoders, in the order of an image's rows and embeddings."""
         return {
             "local": SquarePath(self, self.crop_side, self.crop_tokens),
             "global": SquarePath(self, self.image_side, self.image_tokens),
@@ -279,7 +280,7 @@ class Step3VisionEncoder(Tower):
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
-        """Drop a leading `model.`; the rest of a name is the module's own."""
+        """Drop a leading `model.`; the rest of a name is the module's parameter name."""
         return name.removeprefix("model.")
 
     @property

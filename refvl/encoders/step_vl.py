@@ -12,12 +12,12 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-Crops, plan and the two paths are Step3's (`refvl.encoders.step3_vl`), but there is no class token.
+The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but there is no class token.
 
 The released file rotates neighbours (dimensions 0 and 1, 2 and 3, ...). The file that transformers converts rotates
-halves (0 and K/2, ...), and so does this encoder, which sorts the rows of the released q and k when it loads them.
+halves (0 and K/2, ...), and so does this encoder: when it loads a released file, it reorders the rows of q and k.
 
-Shape suffixes: B squares, N patches of all squares, T of one, E tower width, H heads, K head dimension.
+Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H heads, K head dimension.
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
 """
 
@@ -58,7 +58,7 @@ RENAMED = {  # regular expression for a name in the released file or transformer
 
 @dataclass(frozen=True, slots=True)
 class StepVLVisionConfig(Step3VisionConfig):
-    """Sizes of the encoder, under transformers' names; the released file has three different ones (`aliases`)."""
+    """Sizes of the encoder, under transformers' names; the released file uses other names for three (`aliases`)."""
 
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
@@ -138,9 +138,9 @@ class StepVLEncoder(Step3VisionEncoder):
 def pair_halves(
     weights: Iterable[tuple[str, Tensor]], heads: int, K: int, fused: str = ".attn.in_proj_"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Sort the rows of a released q, k, v: a rotary pair becomes i and i + K/2 of a head instead of 2i and 2i + 1.
+    """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1).
 
-    fused: a part of these tensors' names in the released file.
+    fused: a substring of these tensors' names in the released file.
     """
     order = torch.arange(3 * heads * K).view(3, heads, K)
     order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated

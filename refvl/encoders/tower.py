@@ -18,7 +18,7 @@ from refvl.checks import check_pixel_rows
 from refvl.encoders.weights import load_strict
 from refvl.pixels.patches import Levels
 
-MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forwards, with a progress bar
+MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forward passes, with a progress bar
 
 
 class Tower(nn.Module):
@@ -39,9 +39,9 @@ class Tower(nn.Module):
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
 
-        Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled code,
-        so use a different backend. Set no hooks on blocks: each of them would be compiled too, with a new compilation
-        per hook.
+        Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled
+        code, so use a different backend. Do not set hooks on blocks: each hook would be compiled too, and would cause
+        a new compilation.
         """
         for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
             block.compile(dynamic=True)
@@ -78,8 +78,8 @@ class Tower(nn.Module):
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
         """Check and complete the inputs of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
 
-        Plans if only `grid_thw` is passed. Raises ValueError if the rows do not match, and TypeError if their dtype is
-        not floating point.
+        If only `grid_thw` is passed, a plan is made from it. Raises ValueError if the rows do not match, and TypeError
+        if their dtype is not floating point.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
@@ -92,12 +92,12 @@ class Tower(nn.Module):
     def plan(self, layouts) -> Any:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        Raises ValueError, before it allocates memory, for more patches than the limit of one plan (`check_plan`).
+        Raises ValueError before memory is allocated if there are more patches than one plan allows (`check_plan`).
         """
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """Return the patch row at each input position, -1 for none, for each pass of a forward through the blocks."""
+        """Return the patch row at each input position (-1 for none), for each pass through the blocks in a forward."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VisionEncoderInfo:
-    """A tower that resizes every image to one square, so all images have equally many tokens, one per patch."""
+    """A tower that resizes every image to one square, so all images have the same number of tokens, one per patch."""
 
     image_size: int  # in pixels: the side of the square; for Pixtral, the limit of the longer side
     patch_size: int  # the side in pixels of the square that becomes one token
@@ -42,15 +42,15 @@ class VisionEncoderInfo:
         return cls(image_size, patch_size)
 
     def get_image_size(self) -> int:
-        """Return the pixels along a side of an image."""
+        """Return the number of pixels along a side of an image."""
         return self.image_size
 
     def get_patch_size(self) -> int:
-        """Return the pixels along a token's side."""
+        """Return the number of pixels along a token's side."""
         return self.patch_size
 
     def get_patch_grid_length(self) -> int:
-        """Return the whole tokens along a side of the largest image."""
+        """Return the number of whole tokens along a side of the largest image."""
         return self.image_size // self.patch_size
 
     def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ ENCODER_INFOS = {
 
 
 def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
-    """Return the info of a model's vision tower, by its `vision_config`'s `model_type`; ValueError lists known types.
+    """Return the info for the `model_type` of a model's `vision_config`; raise ValueError listing the known types.
 
     >>> from transformers import LlavaConfig
     >>> get_vision_encoder_info(LlavaConfig()).get_num_image_tokens(image_width=640, image_height=480)  # CLIP, 336 px
@@ -150,12 +150,12 @@ def resolve_visual_encoder_outputs(
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
-    max_possible_layers - 1. The second is upstream's rule, and off by one: that index is the second-to-last layer, and
-    the true last index, max_possible_layers, gets no norm. Use -1.
+    max_possible_layers - 1. The second case is upstream's rule, which is off by one: that index is the second-to-last
+    layer, and no norm is applied to the true last index, max_possible_layers. Use -1.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
-    `select_layers`, a tensor with them, and missing layers. A negative index beyond the loaded layers selects an
-    earlier one, as in upstream, with a warning.
+    `select_layers`, for a tensor with `select_layers`, and for missing layers. A negative index beyond the loaded
+    layers selects an earlier one, as in upstream, with a warning.
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:

@@ -28,9 +28,9 @@ def load_strict(
     `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in checkpoints of a
     convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start
     matches are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one
-    ValueError that lists missing, unexpected and repeated names, and tensors that do not fit. These have a different
-    shape, nan or inf, or another kind (quantised, float8, sparse, on the meta device). The module is then unchanged:
-    nothing is copied before everything fits.
+    ValueError that lists missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit if
+    its shape differs, if it contains nan or inf, or if it is quantised, float8, sparse, or on the meta device. The
+    module is then unchanged, because nothing is copied until everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
@@ -68,7 +68,7 @@ def load_strict(
 
 
 def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and parts of fused ones by name, and the parameter that each part belongs to."""
+    """Return parameters and parts of fused parameters by name, and the parameter that each part belongs to."""
     targets, owners = dict(stored), dict[str, str]()
     for owner, parameter in stored.items():
         if parts := _parts(owner, fuse).values():
@@ -125,8 +125,8 @@ def config_values(
 ) -> dict:
     """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
-    For the config of a whole model, its `vision_config` is used. activation: the tower's; ValueError if `hidden_act`
-    requires another (None: not checked). aliases: alternative names of fields.
+    For the config of a whole model, its `vision_config` is used. activation: the tower's activation (None: not
+    checked); raises ValueError if `hidden_act` requires a different one. aliases: alternative names of fields.
     """
     values = config_dict(config)
     values = dict(values.get("vision_config", values))

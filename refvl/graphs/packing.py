@@ -163,7 +163,10 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 @cache
 def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (sets, parts), each subset of each set of items below `count`, a power of two; and each set's start."""
+    """Return (sets, parts, starts): every set with each of its subsets, as bit masks below `count`, sorted by set.
+
+    count: a power of two. starts: the index of the first pair of each set.
+    """
     sets = parts = np.zeros(1, dtype=np.int64)
     for i in range(count.bit_length() - 1):
         bit = 1 << i

@@ -46,9 +46,10 @@ def load_language_model(
 
     kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) go to transformers' `from_pretrained`;
     those that place the weights override `device`. On CUDA, weights are loaded directly to it if accelerate is
-    installed, else through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those
-    that are not plain floats (unless a `quantization_config` sets a method), and those with nan or inf. Sizes
-    and dtypes are compared with the headers of the files before memory is allocated.
+    installed, else through host memory. Raises ValueError, listing the weights, if some are missing, are unexpected,
+    have another shape, or contain nan or inf. Weights that are not plain floats are also refused unless a
+    `quantization_config` sets a method. Sizes and dtypes are compared with the headers of the files before memory is
+    allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)

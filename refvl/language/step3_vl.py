@@ -206,7 +206,7 @@ class Step3TextMoE(nn.Module):
         ends = ends_E if has_grouped_matmul else ends_E.tolist()  # the only value that is read back to the host
         x_CD = x_TD[order // self.top_k]
         hidden = F.silu(self.gate_proj(x_CD, ends)) * self.up_proj(x_CD, ends)
-        out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, ends))  # in the order of the choice
+        out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, ends))  # in the order of `chosen`
         return (weights[:, None] @ out_CD.unflatten(0, (-1, self.top_k))).view_as(x_BLD)
 
 

@@ -1,1 +1,1 @@
-"""From files and arrays to patch rows: decoding, and how each family cuts an image. Imports nothing from models."""
+"""From files and arrays to patch rows: decoding, and each family's way of cutting images. Imports no model code."""

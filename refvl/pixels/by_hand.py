@@ -42,7 +42,7 @@ def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int =
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """Turn an image, of any kind that `load_image` accepts, into (patches (N, C*Tp*P*P) float32, (1, h, w)).
+    """Turn an image that `load_image` accepts into (patches (N, C*Tp*P*P) float32, (1, h, w)).
 
     Raises ValueError for an aspect ratio above 200.
     """

@@ -2,7 +2,7 @@
 
 `refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header
 declares more frames than there are, if there are fewer than two frames, or if the rate varies. It also calls it if
-packets contain no frame, or if the file has a display matrix. This file also lists the formats that are opened at all.
+packets contain no frame, or if the file has a display matrix. This file also lists the formats that may be opened.
 """
 
 import warnings
@@ -49,7 +49,7 @@ class Packets:
         """Return the seconds from the first frame to the end of the last, 0 if unknown. tick: the length of a tick in
         seconds.
 
-        A last frame without a length counts as long as the mean of the others.
+        If the last frame has no length, the mean length of the others is used.
         """
         if not self.is_timed:
             return 0.0
@@ -71,8 +71,8 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
 
     side_data: 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset are
-    not applied. Raises ValueError for an angle that is over a degree from a quarter turn. FFmpeg's programs use their
-    filters transpose, hflip and vflip for the same.
+    not applied. Raises ValueError for an angle that is more than one degree from a quarter turn. FFmpeg's programs do
+    the same with their filters transpose, hflip and vflip.
     """
     (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
     is_turned = abs(b) + abs(c) > abs(a) + abs(d)
@@ -119,7 +119,7 @@ def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
 def refuse_still_image(path: str, name: str, frames: int) -> None:
     """Raise ValueError for a still image, a video without frames, and an animation that PyAV cannot decode.
 
-    PyAV opens a still image as a video of one frame, and an animated WebP as a video of none.
+    PyAV opens a still image as a video with one frame, and an animated WebP as a video without frames.
     """
     try:
         with Image.open(path, formats=readable_formats()) as image:
@@ -159,7 +159,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
 
 
 def _end_of_all_streams(path: str) -> float:
-    """Return the end of the last packet of any stream, in seconds: sound may continue after the last frame."""
+    """Return the end of the last packet of any stream, in seconds, because sound may continue after the last frame."""
     import av
 
     end = 0.0

@@ -42,7 +42,7 @@ class CropConfig:
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
-    max_crops: int = 128  # more are refused, because a strip one pixel wide would be cut into thousands
+    max_crops: int = 128  # more are refused: a strip one pixel wide would be cut into thousands
     enable_crops: bool = True  # False: only overviews
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -75,10 +75,10 @@ class CropConfig:
 
 
 def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
-    """Count the tokens that the encoder makes of a square of `size` pixels per side.
+    """Count the tokens into which the encoder turns a square of `size` pixels per side.
 
-    Its two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) make fewer tokens than there are
-    patches.
+    Its two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) reduce the number of tokens below the
+    number of patches.
 
     >>> count_square_tokens(728, 14, 2), count_square_tokens(504, 14, 2)
     (169, 81)
@@ -161,7 +161,7 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 
 
 def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
-    """Plan the crops of a checked size. Sizes are truncated in floating point, as upstream does it."""
+    """Plan the crops of a checked size. Sizes are truncated in floating point, as upstream does."""
     long, short = max(width, height), min(width, height)
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
@@ -182,8 +182,8 @@ def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """Return the side of the crops' windows in pixels; 0 if the overview is enough.
 
-    Below `image_size`, there are none unless the image is elongated; then it is the short side. Above, it is
-    `crop_size`, or the short side of a long strip if that is less. Upstream:
+    An image smaller than `image_size` has no crops unless it is elongated; then the side is the image's short side.
+    For a larger image, the side is `crop_size`, or the short side of a long strip if that is less. Upstream:
     `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
@@ -204,7 +204,7 @@ def count_windows(side: int, window: int) -> int:
 
 
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Return (the image for the overview, its crops row by row, the plan) of anything `load_image` accepts.
+    """Return (image for the overview, crops row by row, plan) for any image that `load_image` accepts.
 
     Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops`.
     """
@@ -230,8 +230,8 @@ def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, lis
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
     """Turn an image into (3, side, side) float32: scale to [0, 1], normalise, and only then resize.
 
-    The order matters: this resize (bilinear with antialias) works on floats, which are neither
-    rounded nor clamped to 8 bits.
+    The order matters: this resize (bilinear with antialias) works on floats, which are neither rounded nor clamped to
+    8 bits.
     """
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))

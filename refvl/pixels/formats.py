@@ -21,7 +21,7 @@ def readable_formats() -> tuple[str, ...]:
 def image_suffixes() -> frozenset[str]:
     """Return the suffixes, such as ".png", of the files that `load_image` reads.
 
-    Some of Pillow's formats are left out. Stubs (BUFR, GRIB, HDF5, WMF) need a handler that another package installs,
-    EPS is drawn by another program, and of an MPEG file Pillow reads only the size.
+    Some of Pillow's formats are left out. Stubs (BUFR, GRIB, HDF5, WMF) need a handler from another package. EPS needs
+    another program to draw it. Pillow reads only the size of an MPEG file.
     """
     return frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in readable_formats())

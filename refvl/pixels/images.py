@@ -1,7 +1,7 @@
 """An image, from disk or memory, to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
-Pillow decodes. This file adds what Pillow leaves open: which way is up, which colour shows through a
-transparent pixel, how 16 bits become 8 (`refvl.pixels.levels`), and how much may be decoded (`MediaLimits`).
+Pillow decodes. This file decides what Pillow leaves open: which way is up, which colour shows through transparent
+pixels, how 16 bits become 8 (`refvl.pixels.levels`), and how much may be decoded (`MediaLimits`).
 """
 
 import os
@@ -29,7 +29,7 @@ _TO_UPRIGHT = {  # the EXIF orientation, that is, how the camera was held (1 is 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on decoding, checked before memory is allocated; you can raise a limit that is in the way.
+    """Limits on decoding, checked before memory is allocated; you can raise each limit.
 
     Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as many.
     To go beyond that, raise both.
@@ -51,17 +51,17 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
     of uint8, uint16, or floats in [0, 1]. limits: how much is read from a file; arrays have no limit.
 
-    The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
+    The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools. Transparent pixels
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
     transparent pixels. An animation is read as its first frame.
 
     16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not record how many
-    bits its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255,
-    and as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
+    bits its integers have. In a PNG or PPM file they have 16. In other files, they count as 8 bits if no value is
+    above 255, and as 16 bits if no value is above 65535. Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
-    is truncated, larger than `limits` or not an image. Also ValueError for levels outside those ranges, an array of a
-    different shape, dtype or range, an empty image, and an image of a single pixel.
+    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a
+    URL, and for a file that is truncated, larger than `limits` or not an image. Also raises ValueError for levels
+    outside these ranges, an array of any other shape, dtype or range, an empty image, and an image of a single pixel.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)

@@ -1,4 +1,4 @@
-"""Pixels that are not 8 bits per value: arrays, tensors, and files of 16-bit grey or floats, converted to uint8."""
+"""Converts pixels without 8 bits per value to uint8: arrays, tensors, and files with 16-bit grey or floats."""
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ def channels_last(source) -> np.ndarray:
 def grey_levels(image: Image.Image, name: str) -> np.ndarray:
     """Return mode "I" as 8 or 16 bits, by the rule of `load_image`; other wide modes keep their dtype.
 
-    The grey that a PNG file marks as transparent becomes white.
+    The grey level that a PNG file marks as transparent becomes white.
     """
     levels = np.asarray(image)
     if (transparent := image.info.get("transparency")) is not None:

@@ -3,13 +3,13 @@
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-PyAV decodes. This file adds what PyAV leaves open: which frames of a video are sampled, when each is shown, and how
-much may be decoded (`MediaLimits`). The path of a file:
+PyAV decodes. This file decides what PyAV leaves open: which frames of a video are sampled, when each frame is shown,
+and how much may be decoded (`MediaLimits`). The path of a file:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
 
 Decoding goes forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is called
-if the header of a file does not fit its packets.
+if the header of a file contradicts its packets.
 """
 
 import math
@@ -116,12 +116,12 @@ def load_video(
 ) -> Video:
     """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each anything `load_image` accepts; an array (T, H, W, 3) or tensor, which may
-    also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
-    `sample_frame_indices`. Frames in memory count as sampled already, `fps` per second (default 2), unless
-    source_fps is the rate at which they were recorded or num_frames the number to sample. source_fps overrides a file's
-    times. sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: how much
-    is decoded; memory grows with the frames that are kept, not with the length of the video.
+    source: a path; a list of frames, each of any kind that `load_image` accepts; an array (T, H, W, 3); a tensor,
+    which may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
+    `sample_frame_indices`. Frames in memory count as sampled already, `fps` per second (default 2), unless source_fps
+    is the rate at which they were recorded or num_frames the number to sample. source_fps overrides a file's times.
+    sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices. limits:
+    the limits on decoding; memory grows with the frames that are kept, not with the length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within a tick of the file's clock), the
     header's rate is used. If the rate varies, source_fps is the average by which the rule samples, and the timestamps
@@ -131,9 +131,9 @@ def load_video(
     A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
     WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
 
-    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL and for
-    frames of unequal size. Also ValueError for a file that is damaged, truncated, larger than `limits`, a still image,
-    a playlist of other files or without video frames.
+    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL
+    and for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`,
+    a still image, a playlist, or without video frames.
     """
     if isinstance(source, Video):
         return source
@@ -238,7 +238,7 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
 def _decode_forward(
     container, indices: Sequence[int], name: str, limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
-    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many were decoded."""
+    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many it decoded."""
     wanted = set(indices)
     frames = _NO_FRAMES
     ticks: list[int | None] = []
@@ -276,7 +276,7 @@ def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_f
 
 
 def _checked_sample(sample: Callable[[int, float], Sequence[int]], total: int, source_fps: float) -> list[int]:
-    """Return the indices that a caller's rule chooses; ValueError unless they are increasing and within the video."""
+    """Return the indices chosen by a caller's rule; raise ValueError unless they increase and are within the video."""
     indices = [index(i) for i in sample(total, source_fps)]
     if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
         raise ValueError(f"sample: expected at least one index, increasing, from 0 to {total - 1}, got {indices}")

@@ -4,7 +4,7 @@
        | resize    only down, to any size within a maximum of patches in total and per side     torch, bicubic
        | pad       black right and below, to multiples of P * m
        | cut_rows  as in `refvl.pixels.patches`
-    levels (N, 3, 1, P*P) uint8, grid (t, h, w)    t counts frames, each cut for itself
+    levels (N, 3, 1, P*P) uint8, grid (t, h, w)    t counts frames, each of which is cut separately
 
 Upstream: `Kimi_K25ImageProcessor` and `Kimi_K25VideoProcessor` (transformers 5.23), which need torchvision.
 """
@@ -24,10 +24,10 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 
 @dataclass(frozen=True, slots=True)
 class PaddedPatchConfig(PatchConfig):
-    """The rule by which pixels become patch rows; `max_pixels` is `max_patches` of the files times the area of a patch.
+    """The rule by which pixels become patch rows; `max_pixels` is the files' `max_patches` times the area of a patch.
 
-    Each row contains one frame. The encoder lets `chunk_frames` of them share their tokens, so the processor
-    counts a video's tokens, not this class.
+    Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor, not this
+    class, counts a video's tokens.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 4096 * 14**2}

@@ -18,7 +18,7 @@ class Glm4vPatchConfig(PatchConfig):
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # in seconds; GLM-4.1V spreads the frames of a longer video
+    max_duration: float = 300.0  # in seconds; GLM-4.1V gives a longer video no more frames than this
 
     @property
     def max_image_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Glm4vPatchConfig(PatchConfig):
 
 @dataclass(frozen=True, slots=True)
 class GlmgaPatchConfig(Glm4vPatchConfig):
-    """GLM-GA's rule: sides can be required to be multiples of several merged tokens."""
+    """GLM-GA's rule: the config can require sides to be multiples of several merged tokens."""
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
 
@@ -70,7 +70,7 @@ class Qwen3VLPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
-        """Return the config of a video, whose sizes follow another rule, see `Qwen3VLVideoPatchConfig`."""
+        """Return the config of a video, whose sizes follow a different rule, see `Qwen3VLVideoPatchConfig`."""
         return Qwen3VLVideoPatchConfig(**changes)
 
 
@@ -134,8 +134,8 @@ def fit_clip(
 ) -> tuple[int, int]:
     """Compute `smart_resize_video` for sizes that are already checked and at least temporal_factor frames.
 
-    This differs from `fit_budget` in the areas. The budget is compared with the area of all frames in whole steps of
-    the grid, and the scale comes from the area of `num_frames` frames.
+    This function uses different areas from `fit_budget`. It compares the budget with the area of all frames, rounded
+    up to whole grid steps, and computes the scale from the area of `num_frames` frames.
     """
     old_height, old_width = height, width
     if min(height, width) < factor:

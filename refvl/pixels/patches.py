@@ -10,9 +10,9 @@
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
-Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
-backend (`Qwen2VLVideoProcessor`), the only one for videos; torchvision itself is not needed. The two backends
-round differently, so an image and a video of the same frame differ slightly in value.
+Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit. Videos match its torchvision
+backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself is not
+needed. The two backends round differently, so an image and a video of the same frame differ slightly in value.
 
 `refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
 """
@@ -37,7 +37,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows. Defaults are transformers' for an image; `for_video` has a video's.
+    """The rule by which pixels become patch rows. Defaults are transformers' for images; `for_video` has a video's.
 
     Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
     gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
@@ -70,7 +70,7 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> Self:
-        """Return the defaults of a video, where they differ from an image's."""
+        """Return the defaults of a video that differ from an image's."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     from_dict = classmethod(settings.from_dict)
@@ -210,10 +210,10 @@ class Levels:
     """Patch rows before normalisation: one byte per value; a still image has one frame instead of Tp.
 
     Why a table? A byte has only 256 levels, but an image of one megapixel has three million values. `level_table`
-    normalises each level of a channel once, and `normalize` looks every value up. That gives the bits of transformers,
-    which computes every value, in a third of the time on a CPU and without copies in float64. A GPU receives the bytes
-    and looks them up itself, so only a quarter of the size of the float32 rows is copied to it. For a still image it is
-    an eighth, because its one frame is repeated Tp = 2 times there.
+    normalises each level of a channel once, and `normalize` looks every value up. The result is bit-identical to that
+    of transformers, which computes every value, but takes a third of the time on a CPU and no copies in float64. A GPU
+    receives the bytes and looks up the values itself, so only a quarter of the size of the float32 rows is copied to
+    it. For a still image it is an eighth, because its one frame is repeated Tp = 2 times on the GPU.
     """
 
     values: Tensor  # (N, C, 1 or Tp, P*P) uint8
@@ -236,7 +236,7 @@ class Levels:
 def level_table(config: Any, *, fused: bool = False) -> Tensor:
     """Return (C, 256) float32: (x * rescale_factor - mean) / std for each level x of a channel.
 
-    config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
+    config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
     The two backends agree only to about 1e-6, so this offers both orders of rounding. The Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.

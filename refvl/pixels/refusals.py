@@ -14,7 +14,7 @@ PLAIN = re.compile(r"[ -~]{,240}")  # `printable` does not change these names
 
 
 def not_a_file(source: str | Path, kind: str) -> Exception:
-    """Return the error for a path that is not an ordinary file: opening a pipe would block, and a device never ends."""
+    """Return the error for a path that is not a regular file: opening a pipe would block, and a device never ends."""
     name = printable(source)
     if URL.match(str(source)):
         return ValueError(f"{kind}: URLs are not read; download the file and pass its path, got {name}")
@@ -40,7 +40,7 @@ def not_a_picture(name: str, error: Exception, max_image_pixels: int) -> ValueEr
 
 
 def caused(what: str, error: Exception) -> ValueError:
-    """Return the error for an exception of a decoder or a converter. what: the file and the step that failed."""
+    """Return the error for an exception in a decoder or a converter. what: the file and the step that failed."""
     return ValueError(f"{what}: {printable(error) or type(error).__name__}")
 
 
@@ -67,7 +67,7 @@ def too_many_frames(what: str, shape: tuple[int, ...], limit: int) -> ValueError
 
 
 def unequal_frames(what: str, first: tuple[int, ...], other: tuple[int, ...]) -> ValueError:
-    """Return the error for frames, of shapes (H, W, 3), that cannot be stacked."""
+    """Return the error for frames that cannot be stacked; first, other: two shapes (H, W, 3) that differ."""
     sizes = f"{first[1]} x {first[0]} and {other[1]} x {other[0]}"
     return ValueError(f"{what}: expected frames of one size, got {sizes} pixels (width x height)")
 

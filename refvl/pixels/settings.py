@@ -1,4 +1,4 @@
-"""Preprocessing settings in a checkpoint's files: read them, and refuse those that this library does not support."""
+"""Read the preprocessing settings in a checkpoint's files, and refuse settings that this library does not support."""
 
 import math
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ def known_fields(config_class, values: dict) -> dict:
 
 
 def from_dict(cls, values: dict, kind: str = "image") -> Any:
-    """Read the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
+    """Read the contents of a preprocessor file; unknown keys are ignored, and missing keys get the defaults of `kind`.
 
     The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
-    calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing that is not supported.
+    calls `shortest_edge` and `longest_edge`. Raises ValueError for settings that are not supported.
     """
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):

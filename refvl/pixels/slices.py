@@ -77,7 +77,7 @@ class SliceConfig:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
-    """Slices that are encoded as one group: (h, w) in patches of each, and their times in the video.
+    """Slices that are encoded as one group: the (h, w) of each in patches, and their times in the video.
 
     temporal_ids: one per slice, -1 for an image; None: all -1. An item's layout is a tuple of groups in the order of
     its rows.
@@ -107,7 +107,7 @@ class SlicePlan:
     grid: Size | None  # (columns, rows); None if the overview is enough
     cell: Size | None  # the size of each slice in pixels
     patch_size: int
-    layout: SliceLayout  # the overview, then every slice, each as a group of its own
+    layout: SliceLayout  # the overview, then every slice, each as a separate group
 
     @property
     def tgt_sizes(self) -> list[Size]:
@@ -148,8 +148,8 @@ def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     """Return the (columns, rows) that an image is cut into, or None if the overview is enough.
 
-    The number of slices is the number of squares of scale_resolution in its area, at most max_slice_nums. One
-    more or one less is chosen if that fits the ratio of the sides better. Upstream: `get_sliced_grid`.
+    The number of slices is the number of squares of side scale_resolution in the image's area, at most max_slice_nums.
+    One more or one fewer is chosen if it fits the ratio of the sides better. Upstream: `get_sliced_grid`.
 
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)

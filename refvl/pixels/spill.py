@@ -1,4 +1,4 @@
-"""Frames too large for memory: a temporary file, whose pages the system may drop and read again."""
+"""A temporary file for frames too large for memory; the system may drop its pages and read them again."""
 
 import math
 import os

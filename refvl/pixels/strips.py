@@ -1,4 +1,4 @@
-"""Thin strips, which Step3-VL pads to a square and resizes: the same pixels, bit for bit, without that square.
+"""Thin strips, which Step3-VL pads to a square and resizes: this file makes the same pixels without that square.
 
 A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first, rounds, and resizes columns. This
 file does the same but computes no sums over black pixels. Upstream: `ImagePatcher.square_pad` and Pillow's `resize`.
@@ -26,7 +26,7 @@ def resize_as_square(image: Image.Image, size: int) -> Image.Image:
 
 
 def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
-    """Shrink (n, W, 3) uint8, above side - n black rows, to the first of `size` rows: all that are not black.
+    """Shrink (n, W, 3) uint8, with side - n black rows below, to `size` rows, and return the rows that are not black.
 
     Pillow's bilinear resize in one direction: a triangle around each new row's centre, as integers of 22 bits.
     """

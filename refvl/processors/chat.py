@@ -1,4 +1,4 @@
-"""The shared part of all processors: the chat template, tokenizer and limits of the checkpoint's folder.
+"""The base of all processors: the chat template, the tokenizer, and the limits from the checkpoint's folder.
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
@@ -26,7 +26,7 @@ from refvl.processors.tokenizers import load_tokenizer
 class ChatProcessor(PlansMedia, SpecialTokensAsText):
     """The path from a user's words to the models' tensors; see `refvl.contracts.Processor`.
 
-    A family adds its rule for reading videos, and its layout if that is not a grid of patches.
+    A family adds its rule for reading videos, and its layout if it is not a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
@@ -35,7 +35,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     video_config: Any  # how a video is prepared; None if the model accepts no video
     no_video: ClassVar[str]  # the error for a video if the model accepts none
     tokens_at_once: int = 1  # the number that divides every token count of the encoder
-    assumed: bool = False  # True if the pixel limits are the class's defaults, because no file sets them
+    assumed: bool = False  # True if the pixel limits are the defaults of the class because no file sets them
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
@@ -141,8 +141,8 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with every placeholder repeated.
 
-        allow_special_tokens: special tokens in the caller's strings count as such, placeholders included. Raises
-        ValueError if placeholders and media do not match, or if the chat template refuses the messages.
+        allow_special_tokens: whether special tokens in the caller's strings, including placeholders, are treated as
+        such. Raises ValueError if placeholders and media do not match, or if the chat template refuses the messages.
         """
         text, flag = self.render(messages, allow_special_tokens)
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template
@@ -150,7 +150,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
-        """Return the prompt as text, and its flag: a character before each position at which no special token may
+        """Return the prompt as text, and its flag: the character before each position at which no special token may
         begin.
 
         The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
@@ -163,7 +163,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return self.render_flagged(messages, written)
 
     def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text; special tokens that begin after the flag are spelled as ordinary text."""
+        """Return the token ids of a text; a special token that begins at a flag is tokenised as plain text."""
         if flag:
             return self.encode_flagged(text, flag, add_special_tokens)
         return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -188,9 +188,9 @@ def expand_placeholders(
 ) -> list[int]:
     """Repeat each single placeholder once per token of its item.
 
-    input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}. expand: returns the ids
-    for an item, if they are more than its placeholder repeated.
-    Raises ValueError if the placeholders do not match the media in number, kind and order.
+    input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}. expand: a function that
+    returns the ids for an item, if they are more than its placeholder repeated. Raises ValueError if the placeholders
+    do not match the media in number, kind and order.
     """
     kinds = {token: kind for kind, token in token_ids.items()}
     found = [kinds[token] for token in input_ids if token in kinds]

@@ -6,10 +6,10 @@
         ...
     <|end_of_video|>
 
-A frame here is a grid step: two sampled frames. For the positions each is an item of its own. EVS may drop its tokens,
-but never its timestamp. The sampling of frames, the format of timestamps and the placeholder of a frame depend on
-the processor class in the checkpoint's files (`refvl.families.load_processor`). They do not depend on `model_type`,
-which is the same for GLM-4.5V and GLM-4.6V.
+A "frame" here is a grid step, which contains two sampled frames. In the positions, each frame is a separate item. EVS
+may drop the tokens of a frame, but never its timestamp. The sampling of frames, the format of timestamps and the
+placeholder of a frame depend on the processor class in the checkpoint's files (`refvl.families.load_processor`). They
+do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
 
     class               releases                              sampler    timestamp   token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
@@ -52,7 +52,7 @@ class Glm4vProcessor(ChatProcessor):
 
     @property
     def clip_sampling(self) -> str:
-        """The rule in words. Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V."""
+        """The sampling rule as text. Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V."""
         assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
@@ -80,7 +80,7 @@ class Glm4vProcessor(ChatProcessor):
         return list(dict.fromkeys(chosen.indices))
 
     def _frames_read(self, video: Video) -> list[int]:
-        """Return the indices of the frames that become patch rows: each frame once, the last twice in an odd number.
+        """Return the indices of the frames that become patch rows: each once, and the last twice if the number is odd.
 
         The timestamps of the prompt come from the same indices, so there is one for every two frames.
         """
@@ -88,7 +88,7 @@ class Glm4vProcessor(ChatProcessor):
         return [places[index] for index in distinct_and_even(video.indices)]
 
     def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        timestamps = video.timestamps  # these are exact even if the rate varies
+        timestamps = video.timestamps  # these times are exact even if the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
         thw = self.media_tokens("video", layout).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
@@ -106,9 +106,9 @@ class Glm4vProcessor(ChatProcessor):
         return ids
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Treat image tokens between begin and end of a video as frames of the video.
+        """Treat image tokens between the begin and end tokens of a video as frames of the video.
 
-        The begin of a video counts only if a frame begins right after it, which never happens in plain text.
+        The token that begins a video counts only if a frame begins right after it, which never happens in plain text.
         """
         config, places = self.config, torch.arange(len(input_ids))
         opens = (input_ids[:-1] == config.video_start_token_id) & (input_ids[1:] == config.image_start_token_id)
@@ -129,7 +129,7 @@ class Glm46VProcessor(Glm4vProcessor):
 
 
 class GlmgaProcessor(Glm46VProcessor):
-    """GLM-GA: GLM-4.6V's prompts, with its own sampler and image sizes."""
+    """GLM-GA: GLM-4.6V's prompts with a different sampler and different image sizes."""
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"

@@ -1,10 +1,10 @@
-"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames, each after the time of its first frame.
+"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames; the time of its first frame precedes each chunk.
 
     image   <|media_begin|>image<|media_content|> tokens <|media_end|>
     video   00:00:00.000<|media_begin|>video<|media_content|> tokens <|media_end|>00:00:02.000<|media_begin|>video ...
 
 The chat template writes everything of an image except its tokens, and only a placeholder for a video. A chunk has as
-many tokens as one frame has cells.
+many tokens as one frame has merge blocks.
 
 Upstream: `Kimi_K25Processor` (transformers 5.23). The released code fills chunks with the image's token; embeddings
 replace it, so the model sees no difference.
@@ -63,7 +63,7 @@ class KimiK25Processor(ChatProcessor):
     def frame_indices(
         self, total: int, source_fps: float, *, fps: float | None = None, num_frames: int | None = None
     ) -> Sequence[int]:
-        """Return indices of `fps` frames a second, or num_frames, evenly spaced from the first; at most `total`.
+        """Return indices of `fps` frames per second, or num_frames, evenly spaced from the first; at most `total`.
 
         Raises ValueError if num_frames exceeds `total`. Upstream: `default_sample_indices_fn` (transformers).
         """
@@ -100,7 +100,7 @@ class KimiK25Processor(ChatProcessor):
             yield grid, rows
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of an item: an image's token repeated, or a video's chunks, each after its time."""
+        """Return the ids of an item: an image's token repeated, or a video's chunks, each preceded by its time."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw

@@ -21,9 +21,9 @@ KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", 
 
 
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-    """Return one user message with images, videos and the text, in that order; or a list of messages, checked.
+    """Return one user message with images, videos and the text, in that order; or the given messages, checked.
 
-    Raises TypeError for a wrong type and ValueError for a wrong value, with the message's and the part's index.
+    Raises TypeError for a wrong type and ValueError for a wrong value, and names the message's and the part's index.
     """
     media = [*_media_parts("image", images), *_media_parts("video", videos)]
     if isinstance(prompt, str):
@@ -62,7 +62,7 @@ def texts_of(messages: Sequence[dict]) -> list[str]:
 
 
 def _media_parts(kind: str, media: Iterable) -> list[dict]:
-    """Return message parts of media; a single path, image or video becomes a list, a bare array is ambiguous."""
+    """Return message parts for media; a single path, image or video becomes a list; a bare array is ambiguous."""
     name = f"{kind}s"
     if isinstance(media, (str, Path, Image.Image, Video)):
         media = [media]

@@ -1,14 +1,14 @@
 """MiniCPM-V's prompts: a set of query tokens for the overview, for each slice, and for each frame or pack of frames.
 
     image, 2.6 to 4.5   <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
-                        image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
+                        <slice>...</slice><slice>...</slice>                  one line per row of slices
     image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... is `query_num` times the unknown token; embeddings replace it. Each part of a message is on lines of its
-own, as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. Chat templates are the
-tokenizer's; version 2.0 has none and writes <用户> and <AI>.
+Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on separate lines,
+as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates come from
+the tokenizer; version 2.0 has none and writes <用户> and <AI>.
 
 minicpmv_video.py        how videos are sampled and packed, from version 2.6 on
 minicpmv_vocabulary.py   the special tokens, and the slicing settings in a checkpoint's files
@@ -42,7 +42,7 @@ NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video
 
 @dataclass(frozen=True, slots=True)
 class SlicedMedia(MediaTokens):
-    """One media item in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
+    """One media item as sets of query tokens, each a separate run of tokens: thw is (sets, 1, query_num)."""
 
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image
 
@@ -152,7 +152,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return self.overview_text + self.marks["slice_start"] + slices + self.marks["slice_end"]
 
     def write_video(self, medium: SlicedMedia) -> str:
-        """Write frames, or packs of them, in lines."""
+        """Write frames, or packs of frames, one per line."""
         sets, _, _ = medium.thw
         return "\n".join([self.overview_text] * sets)
 
@@ -164,12 +164,13 @@ class MiniCPMVProcessor(ChatProcessor):
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """Set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID, in a prompt of (L,) ids.
 
-        A placeholder is an unknown token right after the start of an image, slice or frame; the text may contain such
-        tokens, too. A frame is an overview without a number. If images have no numbers, everything is an image.
+        A placeholder is an unknown token right after the start of an image, slice or frame; the text may contain
+        unknown tokens, too. A frame is an overview without a number. If images have no numbers, everything counts as
+        an image.
         """
         ids = self.mark_ids
         is_unknown = input_ids == ids["unk"]
-        before = torch.where(is_unknown, -1, torch.arange(len(input_ids))).cummax(0).values  # the last other token
+        before = torch.where(is_unknown, -1, torch.arange(len(input_ids))).cummax(0).values  # the last known token
         starts_image = input_ids == ids["im_start"]
         starts_any = starts_image | (input_ids == ids["slice_start"])
         kind_L = torch.where(starts_any, self.token_ids["image"], TEXT_ID)

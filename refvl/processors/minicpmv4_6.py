@@ -1,10 +1,10 @@
-"""The prompts of MiniCPM-V 4.6 and 4.7: a slice has as many tokens as cells, in images and frames.
+"""The prompts of MiniCPM-V 4.6 and 4.7: in images and frames, a slice has as many tokens as it has cells.
 
     image   <image_id>0</image_id><image> tokens </image><slice> tokens </slice><slice> tokens </slice>
             <slice> tokens </slice><slice> tokens </slice>               one line per row of slices
     video   the same, frame after frame without line breaks; in 4.7 without a number
 
-The chat template writes one placeholder per item, which all of this replaces. Upstream: `MiniCPMV4_6Processor`
+The chat template writes one placeholder per item, and the text above replaces it. Upstream: `MiniCPMV4_6Processor`
 and its image and video processors (transformers 5.23); stacked frames (`stack_frames`) are not supported.
 """
 
@@ -32,7 +32,7 @@ from refvl.processors.tokenizers import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class SampledFrames(FrameConfig):
-    """One frame a second; for a video longer than max_frames seconds, max_frames evenly spaced."""
+    """One frame per second; for a video longer than max_frames seconds, max_frames evenly spaced frames."""
 
     max_frames: int = 128
     max_slice_nums: int = 9  # per frame
@@ -49,7 +49,7 @@ class SampledFrames(FrameConfig):
 
 @dataclass(frozen=True, slots=True)
 class FoldedMedia(MediaTokens):
-    """One media item in slices, each a run of its own; thw counts them all: (1, 1, tokens)."""
+    """One media item as slices, each a separate run of tokens; thw counts the tokens of all slices: (1, 1, tokens)."""
 
     sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice in merged tokens
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
@@ -137,7 +137,7 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take the frame at every second; for a longer video, max_frames evenly from those at every 0.1 seconds."""
+        """Take a frame every second; for a longer video, max_frames evenly spaced ones among those at every 0.1 s."""
         duration = total / source_fps
         if duration <= config.max_frames:
             return [int(second * source_fps) for second in range(math.ceil(duration))]
@@ -153,7 +153,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return super().tokenize(messages, numbered, **options)
 
     def expand(self, token: int, medium: FoldedMedia) -> list[int]:
-        """Return overviews and slices between their special tokens; `token` fills them."""
+        """Return the ids of overviews and slices between their special tokens, filled with `token`."""
         numbered = self.image_config.use_image_id and medium.kind in self.numbered
         text = write_media(medium, self.tokenizer.convert_ids_to_tokens(token), medium.number if numbered else None)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

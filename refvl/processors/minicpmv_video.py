@@ -2,9 +2,9 @@
 
     video file -> sampled frames        by the rule of the version's card, see `sample`
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
-               Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second,
-               which the
-resampler adds to the keys.
+
+The frames of a pack share one set of query tokens. Each frame has a temporal id, its time in tenths of a second, which
+the resampler adds to the keys.
 """
 
 import math
@@ -104,7 +104,7 @@ class PacksFrames(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take `fps` frames a second from the middle of equal parts, as many as fit into max_frames full packs."""
+        """Take `fps` frames per second from the middle of equal parts, at most max_frames full packs."""
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 

@@ -31,7 +31,7 @@ def marks_in(folder: Path) -> dict[str, str]:
 def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_images: bool) -> dict[str, int]:
     """Return the id of each special token.
 
-    Tokens around a number get TEXT_ID if the vocabulary lacks them and images have no numbers, as before version 2.6.
+    The tokens around a number get TEXT_ID if the vocabulary lacks them and images are not numbered (before 2.6).
     Raises ValueError naming any other special token that the vocabulary lacks.
     """
     for name, mark in marks.items():

@@ -1,11 +1,11 @@
-"""Qwen3-VL's prompts, and Qwen3.5's: a video is a sequence of frames, each after its timestamp.
+"""The prompts of Qwen3-VL and Qwen3.5: a video is a sequence of frames, each preceded by its timestamp.
 
     <0.3 seconds><|vision_start|> tokens <|vision_end|><1.3 seconds><|vision_start|> tokens <|vision_end|>
 
-A frame here is a grid step: two sampled frames; its timestamp is their mean. For the positions each is an item of its
-own. EVS may drop its tokens, but never its timestamp. These special tokens replace those that the chat template
-writes around a video, as in transformers 4.57; transformers from 5.10 on and vLLM 0.32 keep the outer ones as
-well.
+A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. In the
+positions, each frame is a separate item. EVS may drop the tokens of a frame, but never its timestamp. These special
+tokens replace those that the chat template writes around a video, as in transformers 4.57; transformers from 5.10 on
+and vLLM 0.32 keep the outer ones as well.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Qwen3VLProcessor(ChatProcessor):
         return FramewiseMedia("video", thw, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of an item: an image's token repeated, or a video's frames, each after its timestamp."""
+        """Return the ids of an item: an image's token repeated, or a video's frames, each preceded by its timestamp."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -81,7 +81,7 @@ def even_indices(
     total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
     num_frames: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return `fps` frames per second within the limits, or `num_frames`, evenly from first to last frame.
+    """Return indices of `fps` frames per second within the limits, or `num_frames`, evenly from first to last frame.
 
     Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
 

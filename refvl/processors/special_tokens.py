@@ -24,7 +24,7 @@ class SpecialTokensAsText:
         return self.apply_template(flagged), flag
 
     def encode_flagged(self: Any, text: str, flag: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text with flags; special tokens that begin after a flag are spelled as text."""
+        """Return the token ids of a flagged text; a special token that starts at a flag is tokenised as plain text."""
         pieces = text.split(flag)
         flagged = set(accumulate(map(len, pieces[:-1])))  # offsets of the flags in the text without flags
         text = "".join(pieces)

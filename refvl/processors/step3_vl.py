@@ -1,11 +1,11 @@
-"""Step3-VL's prompts, and Step-3.7's: an image is its crops in row-major order, followed by the overview.
+"""The prompts of Step3-VL and Step-3.7: an image is its crops in row-major order, followed by the overview.
 
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end> <patch_newline>
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, which
-all of this replaces. Positions count every token, so only the special tokens show where a crop is. Videos are not
+These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, and the
+text above replaces it. Positions count every token, so only the special tokens show where a crop is. Videos are not
 supported. Upstream: `Step3VLProcessor` (vLLM).
 """
 
@@ -29,7 +29,7 @@ NO_VIDEO_ID = -1  # no token stands for a video
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CroppedMedia(MediaTokens):
-    """An image in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
+    """An image as squares, each a separate run of tokens: crops first, the overview last. thw is (1, 1, all tokens)."""
 
     layout: CropLayout
     crop_side: int  # merged tokens
@@ -61,7 +61,7 @@ class Step3VLProcessor(ChatProcessor):
 
     @cached_property
     def mark_ids(self) -> dict[str, int]:
-        """The ids of the five special tokens. Raises ValueError if the tokenizer lacks some."""
+        """The ids of the five special tokens. Raises ValueError if the tokenizer lacks any of them."""
         vocabulary = self.tokenizer.get_vocab()
         if lacking := [mark for mark in MARKS if mark not in vocabulary]:
             raise ValueError(f"tokenizer: lacks special tokens of Step3-VL: {lacking}")
@@ -90,7 +90,7 @@ class Step3VLProcessor(ChatProcessor):
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
-        """Return crops and overview between their special tokens; `token` fills them."""
+        """Return the ids of crops and overview between their special tokens, filled with `token`."""
         ids = self.mark_ids
         crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
         overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]

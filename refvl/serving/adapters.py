@@ -1,4 +1,4 @@
-"""Adapters: LoRA by PEFT on text model, connector and tower, under transformers' names for their layers.
+"""Adapters: PEFT's LoRA on the text model, connector and tower, with transformers' names for the layers.
 
     family        text model                      connector                                    tower            served
     Qwen          model.language_model, lm_head   model.visual.merger, .deepstack_merger_list  model.visual     all
@@ -8,13 +8,13 @@
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
-names. So transformers + PEFT and serving engines can read what it saves, and refvl can read what they save.
-PEFT replaces the model's layers by its own; from then on chat, trace, encode and graphs go through them. PEFT's own
-model, which `attach` returns, switches, merges, unmerges and saves them.
+names. So transformers + PEFT and serving engines can read the adapters that it saves, and refvl can read theirs. PEFT
+replaces the model's layers with its own; from then on, chat, trace, encode and graphs use them. `attach` returns
+PEFT's own model, which switches, merges, unmerges and saves adapters.
 
-"served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True` it silently ignores layers
-of tower and connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no DoRA and no
-`modules_to_save`.
+"served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True`, it silently ignores the
+layers of the tower and the connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no
+DoRA and no `modules_to_save`.
 
 An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its quantised form in
 transformers. Convolutions (patch embedding, GLM's downsampling) and tables are not adapted.
@@ -52,7 +52,7 @@ class LayerNames:
     """transformers' names for the parts of a family.
 
     places: name -> the location of that module in a `VLM`. connector: the names of the connector's modules.
-    renamed: other spellings of names, as regular expressions; the first match counts.
+    renamed: alternative spellings of names, as regular expressions; the first match counts.
     """
 
     places: dict[str, str]
@@ -74,7 +74,7 @@ class LayerNames:
 GRIDS = LayerNames(
     {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
     ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
-    {  # names from before transformers 4.52, of vLLM, and of a text model that was trained alone
+    {  # names from before transformers 4.52, from vLLM, and from a text model that was trained alone
         r"^model\.(?=visual\.|vision_tower\.|merger\.|language_model\.)": "model.",
         r"^visual\.": "model.visual.",
         r"^language_model\.lm_head\b": "lm_head",
@@ -120,11 +120,11 @@ def layers(model, *parts: str) -> list[str]:
 
 
 def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
-    """Attach an adapter to a model and activate it; return PEFT's model, which is also `model.adapters`.
+    """Attach an adapter to a model and activate it; return PEFT's model and store it as `model.adapters`.
 
-    adapter: a folder or a hub id that PEFT saved, for this model here or in transformers, or a `peft.LoraConfig` for
-    a new one, to be trained. name: of this adapter, if there are several. hub: `revision` and the like, see
-    `refvl.checkpoints.download`. PEFT's model does the rest:
+    adapter: a folder or hub id of an adapter that PEFT saved for this model, here or in transformers; or a
+    `peft.LoraConfig` for a new adapter that you will train. name: the name of this adapter, if there are several. hub:
+    `revision` and similar arguments, see `refvl.checkpoints.download`. PEFT's model does the rest:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
@@ -132,9 +132,9 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         adapters.save_pretrained(folder)
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
-    ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError naming `adapter` for anything but a LoRA
-    adapter, for layers that are missing or cannot be adapted, and for weights that do not fit. Nothing
-    is ignored, and after an error the model is unchanged.
+    ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
+    LoRA adapter, for layers that are missing or cannot be adapted, and for weights that do not fit. No part of an
+    adapter is ignored, and after an error the model is unchanged.
     """
     try:
         import peft
@@ -170,7 +170,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
 @contextmanager
 def _as_before_on_error(model) -> Iterator[None]:
-    """Restore the model after any error inside: modules, their settings, and the memory of their weights."""
+    """Restore the model after any error inside the block: modules, their settings, and the memory of their weights."""
     attached = model.adapters
     parts = [part for part in (model.encoder, model.language_model, attached) if part is not None]
     modules = {module for part in parts for module in part.modules()}
@@ -227,7 +227,7 @@ def _by_name(model) -> nn.Module:
 
 
 def _adaptable(model) -> dict[str, nn.Module]:
-    """Return name -> layer for all adaptable layers: linear ones that checkpoints do not store as convolutions."""
+    """Return name -> layer for all adaptable layers: linear layers that checkpoints do not store as convolutions."""
     kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
     found = dict[str, nn.Module]()
     for name, module in _by_name(model).named_modules():

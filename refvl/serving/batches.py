@@ -1,4 +1,4 @@
-"""Many requests: as many as fit are decoded together, each with its own media, limits and errors."""
+"""Many requests: as many as fit are decoded together; each has its own media, limits and errors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import clear_frames
@@ -12,7 +12,7 @@ from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, draft_option, option
 from refvl.study.report import Trace
 
-BATCH_TOKENS = 2**14  # the maximum number of tokens in a batch, with padding and answers
+BATCH_TOKENS = 2**14  # the maximum number of tokens in a batch, including padding and answers
 
 
 def chat_batch(
@@ -30,16 +30,16 @@ def chat_batch(
 ) -> list:
     """Answer independent requests, in order, decoded together with left padding.
 
-    requests: one dict each with the arguments `prompt`, `images`, `videos` of `chat`, and `max_new_tokens` and
-    `pruning_rate` if they differ from those below. batch_tokens: consecutive requests are decoded together while their
-    number times the longest, answer included, does not exceed this; a longer request runs alone. return_exceptions:
-    an error of a request takes the place of its answer, and the other requests continue;
-    otherwise the first error is raised. progress: a progress bar, after two seconds. Raises ValueError or TypeError
-    naming `requests[i]` for other keys.
+    requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`, and with
+    `max_new_tokens` and `pruning_rate` if they differ from the arguments below. batch_tokens: consecutive requests are
+    decoded together as long as their number times the length of the longest, including its answer, does not exceed
+    this limit; a longer request runs alone. return_exceptions: an error of a request takes the place of its answer,
+    and the other requests continue; otherwise the first error is raised. progress: a progress bar, after two seconds.
+    Raises ValueError or TypeError naming `requests[i]` for other keys.
 
-    Padding and batching change an answer only if the best two tokens are closer than rounding. A batch ends with
-    its longest answer, and only then the next one begins. For many users or a steady load, use a serving engine, which
-    adds and removes requests at every token (`refvl.serving.handover` passes it the embeddings).
+    Padding and batching change an answer only if the best two tokens differ by less than rounding. A batch takes as
+    long as its longest answer, and the next batch begins only after that. For many users or a steady load, use a
+    serving engine, which adds and removes requests at every token (`refvl.serving.handover` passes it the embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -68,7 +68,7 @@ def answer_each(
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # with other limits, beams may differ
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beams may depend on the limit
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
@@ -102,7 +102,7 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
 def _answers_or_errors(
     model: Any, made: list[Trace | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """Yield an answer, cut at its own limit, for every trace; the items of a failed batch are retried one by one."""
+    """Yield an answer, cut at its own limit, for every trace; the requests of a failed batch are retried one by one."""
     traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
     answers = dict[int, str]()
     try:
@@ -125,7 +125,7 @@ def _answers_or_errors(
 
 
 def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
-    """Answer prompts that are ready, decoded together. To see the effect of a trace's positions, change them first.
+    """Answer prepared prompts, decoded together. To see the effect of a trace's positions, change them first.
 
     Only input_ids, inputs_embeds, deepstack and positions of each trace are used.
     """

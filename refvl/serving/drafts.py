@@ -1,6 +1,6 @@
 """Prompts that are prefilled before `generate` begins, in chunks or for drafted tokens.
 
-Tokens are drafted from the prompt itself or by another model, and several are checked at once.
+Tokens are drafted from the prompt itself or by a second model, and one forward checks several of them.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
 
 
 def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
-    """Add `past_key_values` to `options` for a prompt that was read in chunks, or whose answer is drafted.
+    """Add `past_key_values` to `options` if the prompt was read in chunks or the answer uses drafts.
 
     Drafts need it, because transformers would otherwise return to ids, in which media are placeholders. Raises
     ValueError for drafts of several prompts.
@@ -69,7 +69,7 @@ def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
 
 
 class Assistant:
-    """A text model that has read the prompt, media included, for transformers, whose assistants draft from ids."""
+    """A text model that has already read the prompt with its media; transformers' assistants draft from ids alone."""
 
     def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache

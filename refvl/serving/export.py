@@ -1,4 +1,4 @@
-"""A folder of images and videos to embeddings on disk, for an engine that accepts them: `python -m refvl encode`.
+"""Encode a folder of images and videos to files of embeddings, for an engine that accepts them (`refvl encode`).
 
     folder -> media that are not encoded yet -> assigned by size to the ranks that torchrun started, if any
     rank   -> batches of media -> shards of its own, each renamed once it is written in full
@@ -54,10 +54,10 @@ def encode_folder(
         them.
     shard_size: media per shard. force: rename files that refvl did not write if it needs their names. Processes that
     torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed
-    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings of another model or dtype, or a
-    shard that cannot be read. Also raises it if the folder contains no image, or if images appeared or changed during
-    the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files of others (see
-    `held_folder`), and OSError if `out` cannot be written.
+    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings from a different model or dtype,
+    or a shard that cannot be read. Also raises it if the folder contains no image, or if images appeared or changed
+    during the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files that refvl
+    did not write (see `held_folder`), and OSError if `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -123,7 +123,7 @@ def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
 
 
 def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
-    """Return the item with its patch rows; 0 if unreadable. A video, not decoded yet, counts as a full batch."""
+    """Return the item with its number of patch rows, 0 if unreadable. A video counts as a full batch."""
     if image.stamp is None:  # opening a pipe would block
         return image
     if image.is_video:
@@ -133,7 +133,7 @@ def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
         with source if isinstance(source, Image.Image) else Image.open(source) as opened:
             layout = vlm.processor.layout_of(opened)
         return replace(image, rows=vlm.encoder.item_size(layout)[0])
-    except Exception:  # Pillow's readers raise errors of all kinds; decoding reports the reason
+    except Exception:  # Pillow's readers raise errors of all kinds; the decoding step reports the reason
         return image
 
 
@@ -175,7 +175,7 @@ def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, s
 
 @contextmanager
 def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
-    """Note any error, a lack of memory included, in one line of UTF-8, and continue.
+    """Note any error, including a lack of memory, in one line of UTF-8, and continue.
 
     The line begins with the type of the error unless refvl writes such messages itself.
     """
@@ -187,7 +187,7 @@ def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
 
 
 def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
-    """Return the image or video, and the manifest's entry for it and its file."""
+    """Return the image or video and its entry for the manifest, which also describes its file."""
     stamp = file.read_stamp()
     if stamp is None:
         raise ValueError("expected a regular file, got none")
@@ -221,7 +221,7 @@ def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> En
 def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
     """Wait for all ranks, write the manifest on rank 0, and return it on every rank.
 
-    Raises ValueError unless every image that exists then is accounted for.
+    Raises ValueError unless every image that exists at this time is accounted for.
     """
     reasons = [unreadable]
     if world_size > 1:

@@ -1,4 +1,4 @@
-"""Embeddings of `refvl encode`, as inputs of a serving engine, which then needs no vision tower.
+"""Embeddings from `refvl encode` as inputs for a serving engine, which then needs no vision tower.
 
     from vllm import LLM
     llm = LLM(checkpoint, enable_mm_embeds=True, limit_mm_per_prompt={"image": 0, "video": 0})
@@ -31,10 +31,10 @@ PATCHES = 4  # patches per embedding in every Qwen2.5-VL
 def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
-    folder: the output of `refvl encode`; names: from its manifest. Raises FileNotFoundError for another folder,
-    KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a family whose
-    embeddings vLLM does not accept, MiniCPM-V's videos, and a manifest that leads out of the folder or does not fit the
-    embeddings.
+    folder: the output of `refvl encode`. names: names from its manifest. Raises FileNotFoundError for any other
+    folder, KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a
+    family whose embeddings vLLM does not accept, for MiniCPM-V's videos, and for a manifest that points outside the
+    folder or does not match the embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -58,7 +58,7 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 
 
 def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
-    """Return the manifest's entry for an image or video, and its embeddings (tokens, width); KeyError if it has none.
+    """Return an item's entry in the manifest and its embeddings (tokens, width); KeyError if it has none.
 
     Raises ValueError if the two contradict each other, and for a shard outside the folder.
     """
@@ -78,7 +78,7 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
 
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """Concatenate all media of a kind, with their grids in patches; a video also has the length of its steps."""
+    """Concatenate all media of a kind, with their grids in patches; a video also has the length of its time steps."""
     for entry in entries:
         grid = entry["layout"]
         if not is_grid(grid) or math.prod(grid) != PATCHES * entry["tokens"]:
@@ -91,7 +91,7 @@ def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> d
 
 
 def _of_slices(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """Return a tensor per image, and its (width, height), from which vLLM counts the slices again."""
+    """Return a tensor per image and its (width, height), from which vLLM recomputes the number of slices."""
     if kind == "video":
         raise ValueError("names: expected images, because vLLM packs no frames of MiniCPM-V's videos; got a video")
     for entry in entries:

@@ -1,9 +1,9 @@
 """The media to encode: which files they are, their names in a manifest, and whether one has changed.
 
-A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder
-count as well. A file is unchanged if its size and both its times equal the recorded ones (the time of its contents,
-and that of its entry, which renaming sets). If only times differ, the digest of its bytes decides. So a file that was
-touched or copied is unchanged; a file that was overwritten by, or swapped with, another of its size is not.
+A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder count
+as well. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
+If only the times differ, the digest of its bytes decides. So a file that was touched or copied is unchanged; a file
+that was overwritten by, or swapped with, a different file of the same size is not.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class MediaFile:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def source(self) -> Path | Image.Image:
-        """Return a source for `load_image` or `load_video`; raise ValueError for a tar member that is not an image."""
+        """Return an input for `load_image` or `load_video`; raise ValueError for a tar member that is not an image."""
         return self.path if self.begin is None else open_image(self._member(), self.name, MediaLimits())
 
     def _member(self) -> BytesIO:
@@ -74,19 +74,18 @@ class MediaFile:
 
 
 def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
-    """Find the media in `source`, sorted by name: images that Pillow can open, and with `videos` also videos, by
-    suffix.
+    """Find media by suffix, sorted by name: images that Pillow can open and, with `videos`, also videos.
 
     source: a folder (searched recursively), a .tar file, or a text file with one path per line, relative to that file.
-    In tar files only images are found. Links to folders are not followed. A missing path of a list has no stamp, nor
-    has a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source, or no file
-    of a list exists, and OSError for a folder that cannot be listed. Raises ValueError if nothing is found, a list
-    names a file that is not an image, or a tar file cannot be read.
+    In tar files only images are found. Links to folders are not followed. A listed path that does not exist has no
+    stamp, and neither does a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if the source
+    does not exist or if none of the listed files exists, and OSError for a folder that cannot be listed. Raises
+    ValueError if nothing is found, a list names a file that is not an image, or a tar file cannot be read.
     """
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
-    found = dict[str, MediaFile]()  # by name, as a list may repeat a path, and a tar file a member: the last counts
+    found = dict[str, MediaFile]()  # by name, because paths or tar members may repeat; the last counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar" and path.is_file():
@@ -126,9 +125,9 @@ def _listed(file: Path) -> Iterator[Path]:
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """Yield the images in a tar file, named after file and member; labels, which are other members, are not read.
+    """Yield the images in a tar file, named after the file and the member; other members, such as labels, are not read.
 
-    A hard link counts as its target, if that is a file of the archive. Any other link has no stamp.
+    A hard link counts as its target if the target is a file in the archive. Any other link has no stamp.
     """
     stamp = read_stamp(path) or ()
     places = dict[PurePath, tuple[int, int] | None]()  # offset and size of each file's bytes
@@ -152,10 +151,10 @@ def _members(path: Path, name: str) -> Iterator[MediaFile]:
 
 
 def media_name(path: PurePath) -> str:
-    """Return a path in the folder as shards and manifest name it.
+    """Return the name that shards and manifest use for a path in the folder.
 
-    They contain only UTF-8. Any other path is percent-encoded, byte by byte, after a "./", with which no other name
-    begins, so no two files share a name.
+    Names contain only UTF-8. Any other path is percent-encoded byte by byte, after a "./". No other name begins
+    with "./", so no two files share a name.
 
     >>> media_name(PurePath("cats/1.jpg")), media_name(PurePath("caf\\udce9.jpg"))
     ('cats/1.jpg', './caf%E9.jpg')
@@ -169,7 +168,7 @@ def media_name(path: PurePath) -> str:
 
 
 def read_stamp(path: Path) -> tuple[int, ...] | None:
-    """Return (bytes, times in ns of contents and entry); None for a broken link, a pipe or a device."""
+    """Return (bytes, mtime in ns, ctime in ns); None for a broken link, a pipe or a device."""
     try:
         found = path.stat()
     except OSError:
@@ -178,7 +177,7 @@ def read_stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def is_unchanged(file: MediaFile, entry: dict) -> bool:
-    """Return whether a file has not changed since; bytes are read only if times differ and the size does not."""
+    """Return whether a file is unchanged; its bytes are read only if the times differ and the size does not."""
     stamp = tuple(entry.get(key) for key in STAMP)
     if file.stamp is None or file.stamp == stamp:
         return file.stamp is not None

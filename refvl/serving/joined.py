@@ -1,8 +1,8 @@
-"""gate and up in one matmul, on a GPU: one kernel less in every block of a tower with SwiGLU.
+"""gate and up in one matmul on a GPU, which saves one kernel in every block of a tower with SwiGLU.
 
-Both weights are moved into one block of memory, gate's rows first. They stay two parameters with the names of the
-checkpoint, so saving, adapting and inspecting them does not change. If they are no longer in one block, or if a layer
-was replaced or has hooks, the two matmuls are computed one after the other.
+Both weights are moved into one block of memory, gate's rows first. They are still two parameters with the checkpoint's
+names, so they can be saved, adapted and inspected as before. If they are no longer in one block, or if a layer was
+replaced or has hooks, the two matmuls are computed one after the other.
 """
 
 from typing import Any

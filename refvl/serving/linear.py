@@ -1,9 +1,9 @@
-"""Linear layers on a CPU, by torch's default kernel or by oneDNN's, whichever is faster on this machine.
+"""Linear layers on a CPU use torch's default kernel or oneDNN's, whichever is faster on this machine.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. There oneDNN takes less than half
-the time; on Intel both take about the same time. oneDNN reads torch's weights in place. A layer keeps them, so
-you can save, move, change, adapt and watch them as before. The kernel is private to torch: if a release lacks it, or
-changes its arguments, torch's default is used.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. There oneDNN takes less than
+half the time; on Intel both take about the same time. oneDNN reads torch's weights in place. Each layer keeps its
+weights, so you can save, move, change, adapt and watch them as before. The kernel is private to torch: if a release
+lacks it, or changes its arguments, torch's default is used.
 """
 
 import time
@@ -22,7 +22,7 @@ FASTER = 1.3  # oneDNN has to reach this speed-up, so a busy moment does not dec
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear with oneDNN's kernel if that can run: float32 on a CPU, several rows, no gradients."""
+    """nn.Linear that uses oneDNN's kernel if it can: in float32 on a CPU, for several rows, without gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
@@ -54,7 +54,7 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
 @cache
 @torch.no_grad()
 def missing_kernel() -> str:
-    """Return why oneDNN's kernel cannot be called in this torch; empty if it can, and computes the correct result."""
+    """Return why oneDNN's kernel cannot be used in this torch; "" if it can be called and its result is correct."""
     x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
     try:
         equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers: exact

@@ -2,7 +2,7 @@
 
 The file is created with O_EXCL, so only one of several processes creates it. Its owner also holds the kernel's lock
 on it (`flock`), which ends with the process, however that ends. So a file whose kernel lock is free was left behind,
-and is taken over. There is no guessing from process numbers, which are reused, and which containers count separately.
+and is taken over. Process ids are not consulted, because they are reused and because each container has its own.
 """
 
 import datetime
@@ -30,12 +30,12 @@ def folder_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # first, so a process that opens the file now finds its name gone
+        path.unlink(missing_ok=True)  # first, so a process that has just opened the file notices that its name is gone
         os.close(file)
 
 
 def is_lock(path: Path) -> bool:
-    """Return whether the file at `path` is a lock, or left by a crash: no link, no other program's file."""
+    """Return whether the file at `path` is a lock, maybe from a crashed process, not a link or a foreign file."""
     begin = b'{"host": '
     if path.is_symlink() or not path.is_file():
         return False
@@ -44,7 +44,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _take(path: Path) -> int | None:
-    """Return the lock file, held; None if it appeared or vanished in between."""
+    """Return the lock file, locked; None if it appeared or vanished in the meantime."""
     is_new = not os.path.lexists(path)
     overtaken = FileExistsError if is_new else FileNotFoundError
     try:
@@ -85,7 +85,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
 
 
 def _read(file: int) -> dict:
-    """Return the entry of the owner; {} if the file is empty or contains anything else."""
+    """Return the owner's entry; {} if the file is empty or contains anything else."""
     try:
         told = json.loads(os.pread(file, 4096, 0))
     except ValueError:

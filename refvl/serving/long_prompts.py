@@ -4,12 +4,12 @@
     chunks        |-------|-------|-------|-------|---|-|   chunks may split media; `generate` reads the last token
     pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
-Memory then depends on N, not on the length of the prompt, except for the cache and for media that are pruned. Their
-kept tokens are known only once all are encoded, so their embeddings stay in memory together. Positions are those of
-the full prompt, known from sizes before anything is encoded; each chunk uses a section of them. An engine that does
-not know the media to come needs `recompute_mrope_positions`, which gives the same positions.
+Memory then depends on N, not on the length of the prompt, except for the cache and for media that are pruned. The kept
+tokens of a pruned item are known only after all of it is encoded, so its embeddings are in memory together. Positions
+are those of the full prompt, known from sizes before anything is encoded; each chunk uses a section of them. An engine
+that does not know the later media in advance needs `recompute_mrope_positions`, which gives the same positions.
 
-Shape suffixes: L tokens of the full prompt, M of an item, W values of the encoder's rows.
+Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,7 +90,10 @@ def _encode_pieces(
 def prefill(
     language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
 ) -> None:
-    """Add keys and values to the cache: (1, n, D) embeddings, (1, n, W - D) DeepStack features, (3, 1, n)."""
+    """Prefill one chunk: add its keys and values to the cache.
+
+    inputs_embeds: (1, n, D). deepstack_embeds: (1, n, W - D). positions: (3, 1, n).
+    """
     deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
     language_model(
         inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
@@ -102,7 +105,7 @@ class MediumRows:
     """The rows of one media item, in order, read a few at a time."""
 
     def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
-        """places_M: positions of its rows in the full prompt. pieces: (rows (m, W), mask of kept rows (m,) or None)."""
+        """places_M: indices of its rows in the full prompt. pieces: (rows (m, W), mask of kept rows (m,) or None)."""
         self.places_M, self.pieces, self.used = places_M, pieces, 0
         self.rows, self.keep = list[Tensor](), list[Tensor]()
 
@@ -125,9 +128,9 @@ class MediumRows:
 def prefill_in_chunks(
     trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
 ) -> Cache:
-    """Return keys and values of the whole prompt but its last token; set `keep` and `chunks` of the trace.
+    """Return keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 
-    trace: with full_ids and full_positions. Raises ValueError if the kept tokens do not fit max_context.
+    trace: a trace with full_ids and full_positions. Raises ValueError if the kept tokens exceed max_context.
     """
     cache, last = language_model.cache_class(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)

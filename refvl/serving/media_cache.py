@@ -1,16 +1,17 @@
-"""A media cache: embeddings are stored by the content they come from, so no image or video is encoded twice.
+"""A media cache: embeddings are stored under the content they come from, so no image or video is encoded twice.
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
-    the key is cached               a copy of its embeddings: a hit
+    the key is cached               return a copy of its embeddings: a hit
     another thread encodes it       wait for that thread's embeddings: a hit
-    neither                         encode, store a copy, drop the least recently used ones: a miss
+    neither                         encode, store a copy, drop the least recently used entries: a miss
 
-A key covers the pixels as the tower reads them and their layout, and a frame's time only if the tower uses it
-(MiniCPM-V 4.5). It covers no name, no token id, and nothing of the prompt, so a hit may come from another question,
-batch or turn. Pruning follows later, at any rate. For a prompt that is read in chunks, pieces of media are cached.
+A key covers the pixels as the tower reads them and their layout. It covers a frame's time only if the tower uses it
+(MiniCPM-V 4.5). It covers no name, no token id and no part of the prompt, so a hit may come from a different question,
+batch or turn. Pruning comes later, with any rate. If a prompt is read in chunks, pieces of media are cached.
 
-The weights are a part of the key: a number that changes with them, and which adapters are active. Changes that torch
-does not count, such as `weight.data.add_(...)` or a new hook, are not noticed; call `clear` after them.
+The key also depends on the weights: it contains a number that changes with them, and the names of the active adapters.
+Changes that torch does not count, such as `weight.data.add_(...)` or a new hook, are not noticed; call `clear` after
+them.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from refvl.serving.model import VLM
 
 
 class Embeddings(NamedTuple):
-    """The cache's entry under a key."""
+    """One entry of the cache."""
 
     rows: Tensor  # (M, W), not a view of other memory
     seconds: float  # the time that encoding took, which every hit saves
@@ -54,7 +55,7 @@ class MediaCacheStats:
 
 
 class WeightsState:
-    """A number for the values of an encoder's weights, which is never the same for different values."""
+    """A number that identifies the values of an encoder's weights; different values never have the same number."""
 
     numbers = count()  # shared by all encoders, so models may share a cache
 
@@ -65,7 +66,8 @@ class WeightsState:
         """Return (number, which adapters are active)."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
         seen = [(x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors]
-        # a new tensor may reuse the address of a freed one; it is the same tensor only while that one lives
+        # a new tensor may reuse the address of a freed tensor; an equal address means the same tensor only while it
+        # lives
         if seen != self.seen or any(owner() is not x for owner, x in zip(self.owners, tensors, strict=True)):
             self.owners, self.seen, self.number = [weakref.ref(x) for x in tensors], seen, next(self.numbers)
         return self.number, [switches for switches in baked_in(encoder) if isinstance(switches, str)]
@@ -91,7 +93,7 @@ class MediaCache:
         self._lock = Lock()
 
     def __reduce__(self) -> tuple:
-        """Return what makes a copy or a pickle: an empty cache with the same limits."""
+        """Return the recipe for a copy or a pickle: an empty cache with the same limits."""
         return partial(type(self), **self.limits), ()
 
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
@@ -105,10 +107,10 @@ class MediaCache:
     def fetch(
         self, keys: Sequence[bytes], make: Callable[[list[int]], list[Embeddings]]
     ) -> tuple[list[Embeddings], list[bool]]:
-        """Return the embeddings of each key, and which of them are hits.
+        """Return the embeddings of each key, and whether each is a hit.
 
-        make: encodes the items of these indices, which are neither cached nor being encoded. If that fails in one
-        thread, the threads that wait for it encode the items themselves.
+        make: a function that encodes the items at the given indices, which are neither cached nor being encoded. If it
+        fails in one thread, the threads that wait for its results encode the items themselves.
         """
         found, made = dict[bytes, Embeddings](), set[bytes]()
         while missing := [key for key in dict.fromkeys(keys) if key not in found]:
@@ -192,7 +194,7 @@ def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
 
 
 def content_key(rows: Levels | Tensor, layout: Any, *read: Any) -> bytes:
-    """Return SHA-256 over the tower's inputs for an item: rows, their layout, and everything else in `read`."""
+    """Return the SHA-256 of the tower's inputs for an item: rows, their layout, and everything else in `read`."""
     of_rows = (rows.values, rows.table) if isinstance(rows, Levels) else (rows,)
     shapes = [(tuple(x.shape), x.dtype) for x in of_rows]
     digest = hashlib.sha256(repr((shapes, getattr(rows, "frames", None), layout, read)).encode())
@@ -212,7 +214,7 @@ class CachedVLM(VLM):
         """Set the fields of `VLM.encode_rows`, plus `cached` and `seconds_saved`; plans are those of the misses."""
         if self.media_cache is None:
             return super().encode_rows(trace, rows, layouts, progress=progress)
-        trace.device = self.device  # the clock waits for this device, because the seconds that a hit saves are measured
+        trace.device = self.device  # timers then wait for this device; they measure the time that a hit saves
         encode = super().encode_rows
 
         def make(new: list[int]) -> list[Embeddings]:

@@ -1,4 +1,4 @@
-"""Options of `generate`: how to read them, and which are refused before anything is encoded."""
+"""Options of `generate`: how they are read, and which ones are refused before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # a limit, because each beam is a copy of the prompt
-LOSE_MEDIA = (  # with these options, transformers returns to the prompt's ids, in which media are placeholders
+LOSE_MEDIA = (  # with these options, transformers goes back to the prompt's ids, in which media are placeholders
     "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
 NEEDS_IDS = {  # options that transformers ignores for embeddings -> the value that switches each off
@@ -24,9 +24,9 @@ NEEDS_IDS = {  # options that transformers ignores for embeddings -> the value t
 }  # fmt: skip
 GENERATE_OPTIONS = frozenset(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
-    - {"self", "inputs", "kwargs", "custom_generate"}  # the last one would run code of a checkpoint
+    - {"self", "inputs", "kwargs", "custom_generate"}  # the last one would run code from a checkpoint
 )
-DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers drafts tokens
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options that make transformers draft tokens
 NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
 NOT_IN_TEXT = (  # `generate` returns results that are not an answer in text if these are set
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
 
 
 def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wanted:
-    """Check options of `VLM.check_options` if the call, or the checkpoint, sets more than defaults."""
+    """Check the options passed to `VLM.check_options` if the call or the checkpoint sets anything but defaults."""
     check_flag(stream, "stream")
     own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
     check_generate_options(model.language_model, options, own)
@@ -81,7 +81,7 @@ def is_static(language_model: CausalTextModel, options: dict) -> bool:
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
 
-    own: further names that the caller accepts, for near misses (`image` for `images`).
+    own: further names that the caller accepts, used to suggest a name for a misspelt one (`image` for `images`).
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
@@ -116,7 +116,7 @@ def check_pruning(pruning: str, q: float) -> float:
 
 
 def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
-    """Return the value that `generate` will use: given by name, in a `generation_config`, or the checkpoint's own.
+    """Return the value that `generate` will use: from an argument, from `generation_config`, or from the checkpoint.
 
     If nothing sets it, it is 1 for a number of beams or sequences, else None.
     """

@@ -1,12 +1,13 @@
 """One image per device, not one shard of every layer: data-parallel encoding over a torch.distributed group.
 
     sizes of all items -> get_load_balance_assignment: which rank encodes which item (the same result on every rank)
-    own rows           -> the encoder, eager or as graphs
-    own embeddings     -> padded to the longest rank's, all-gathered, cut, back in the caller's order
+    own rows           -> the encoder, eager or with graphs
+    own embeddings     -> padded to the length of the longest rank, all-gathered, cut, put in the caller's order
 
-A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent. That
-is one all-gather; tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
-on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes alone.
+A vision tower is small and its items are independent, so every rank has the whole tower and only the results are sent.
+That takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the sizes. The
+process group is gloo on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes
+alone.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images.
 Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
@@ -34,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 Assignment = tuple[list[int], list[int], list[int]]
-MAX_RANKS = 2**16  # a larger number is a mistake, and every rank needs a list
+MAX_RANKS = 2**16  # a larger number is a mistake, and would need a list for every rank
 ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
@@ -70,7 +71,7 @@ def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
 
 
 def get_speed_up(grouped_sizes: Sequence[int]) -> float:
-    """Return how many times faster the slowest rank is than one rank alone, if time is proportional to size.
+    """Return the speed-up over one rank alone, set by the slowest rank, if time is proportional to size.
 
     It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up / ranks.
     """
@@ -154,7 +155,7 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
 
 
 def _encoder(vision_model):
-    """Return the object that knows the sizes, which for a graph manager is its encoder."""
+    """Return the object that has the sizes; for a graph manager, that is its encoder."""
     return vision_model if hasattr(vision_model, "item_size") else getattr(vision_model, "encoder", vision_model)
 
 
@@ -189,8 +190,8 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     """Gather the rows of all ranks, (ranks * longest, ...); local: this rank's (lengths[rank], ...), None if it has
     none.
 
-    All-gather needs equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
-    know how wide its padding has to be, so rank 0, which always has the largest item, sends it.
+    An all-gather needs equal shapes, so each rank sends as many rows as the rank with the most rows. A rank without
+    items does not know how wide its padding has to be, so rank 0, which always has the largest item, sends the width.
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
@@ -236,9 +237,9 @@ def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, in
 
 @contextmanager
 def torchrun_ranks():
-    """Join the ranks that `torchrun` started with gloo: yield (rank, ranks), or (0, 1) if it started none.
+    """Use gloo to join the ranks that `torchrun` started: yield (rank, ranks), or (0, 1) if it started none.
 
-    gloo joins them on GPUs, too, because only names and counts are exchanged here.
+    gloo is used on GPUs, too, because only names and counts are exchanged here.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield rank_and_world_size()

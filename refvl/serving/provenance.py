@@ -4,9 +4,9 @@ files      weights, configs, tokenizer, chat template, processor and generation 
 memory     values that a program may have changed since: settings, active adapters, weights
 inputs     the files, and a request's media by content: `digest_of_inputs`
 
-A file's digest covers its bytes. It is computed on demand, at about a second per GB if the processor has instructions
-for SHA-256, and once per process while size, time and inode do not change. A file that has changed since the model was
-loaded has no digest, because the model comes from its old bytes.
+A file's digest covers its bytes. It is computed on demand, at about a second per GB if the CPU has instructions for
+SHA-256, and only once per process as long as size, time and inode do not change. A file that has changed since the
+model was loaded has no digest, because the model comes from its old bytes.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Source:
 def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[Source]:
     """Return the files in a checkpoint's folder that determine its model, in a fixed order.
 
-    weights: whether to include those of the weights; pattern: only files with weights of such names.
+    weights: whether to include the files of weights. pattern: include only files with weights of matching names.
     """
     if folder is None:
         return []
@@ -100,7 +100,7 @@ def digests_of_media(media: Iterable) -> Iterator[str]:
 def digest_of(model: Any, *settings: object) -> str:
     """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
-    For each weight in memory it uses up to 1,000 numbers, so any training changes the digest.
+    It samples up to 1,000 numbers of each weight in memory, so any training changes the digest.
     """
     whole = hashlib.sha256(digest_of_files(model.provenance).encode())
     processor, text = model.processor, model.language_model

@@ -1,7 +1,8 @@
-"""Options of `generate` rehearsed before anything is encoded: transformers runs them on a model of one layer.
+"""Rehearse options of `generate` before anything is encoded: transformers runs them on a model with one layer.
 
-transformers checks options only when it needs them, some after the prompt has been read, with errors of all kinds. Here
-its `generate` makes two tokens with the same options, vocabulary and defaults on a model that is eight values wide.
+transformers checks options only when it needs them, some of them after the prompt has been read, and raises errors of
+all kinds. Here its `generate` produces two tokens with the same options, vocabulary and defaults on a model that is
+eight values wide.
 """
 
 import copy
@@ -41,7 +42,7 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
 
 
 def check_kinds(options: dict) -> None:
-    """Refuse arrays, and values of a wrong type for options that call the caller's code and are not rehearsed."""
+    """Refuse arrays, and values of the wrong type for options that call the caller's code and are not rehearsed."""
     for name, value in options.items():
         if getattr(value, "ndim", 0) and not name.startswith("negative_prompt"):
             raise TypeError(f"{name}: expected plain Python values, got {type(value).__name__}")
@@ -73,7 +74,7 @@ def _fails(language_model: CausalTextModel, tokenizer: Any, options: dict) -> Ex
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             generate(actor, ids, torch.arange(2)[None], torch.ones_like(ids), max_new_tokens=2, **options)
-    except Exception as error:  # values of a wrong type or size cause errors of all kinds
+    except Exception as error:  # values of the wrong type or size cause errors of all kinds
         return error
     return None
 

@@ -1,11 +1,11 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
-Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
+Each answer is one line, in the order of the requests: {"line": number of the request's line, "request": digest of that
 line, "inputs": digest of the model's files and the request's media, which `encode` and `compare` share, "by": digest
 of the model and the settings, "answer": text}. A failed request has "error" instead of "answer"; empty lines are
 skipped. Lines are written whole, as their batches are done. The same command continues a run that was stopped: an
-incomplete line is removed, and answered requests are not repeated. It is refused after a change of any file that
-determines the model (`provenance.py`) or of an image, because one file contains answers to one set of inputs.
+incomplete line is removed, and answered requests are not repeated. It is refused if an image or any file that
+determines the model (`provenance.py`) has changed, because one file contains answers to one set of inputs.
 """
 
 import fcntl
@@ -33,10 +33,10 @@ def answer_file(
 ) -> dict[int, str]:
     """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
 
-    common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered is an
-    error of its own. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to
-    `out`. Raises ValueError if `out` contains anything but this model's answers to these requests, and OSError if it
-    cannot be written.
+    common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered becomes a separate
+    error. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to `out`. Raises
+    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
+    written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
@@ -111,7 +111,7 @@ def _held(out: Path) -> Iterator[BufferedRandom]:
 
 
 def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dict], count: int) -> list[dict]:
-    """Return the existing answers, and remove an incomplete last line from the file, but nothing else."""
+    """Return the existing answers; remove an incomplete last line from the file, but nothing else."""
     answers.seek(0)
     *whole, cut = answers.read().split(b"\n")
     done = list[dict]()

@@ -1,7 +1,7 @@
 """Embeddings on disk: shards, each renamed once it is written in full, in a folder that one process holds.
 
-A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder. Its header
-names the model, and contains the manifest's entry of each image.
+A shard is a safetensors file with one (tokens, width) tensor per image, named after the image's path in the folder.
+The header names the model and contains each image's entry for the manifest.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from refvl.serving.handover import MANIFEST
 from refvl.serving.lock import LOCK, folder_lock, is_lock
 
 SHARDS, UNFINISHED = "embeds-*.safetensors", ".refvl-unfinished"
-PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # the folder of the shards, and in it the files that are being written
+PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # names of files in the folder UNFINISHED, which are still being written
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> (embeddings, entry in the manifest)
 
 
@@ -31,7 +31,7 @@ Encoded = dict[str, tuple[Tensor, dict]]  # name -> (embeddings, entry in the ma
 def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
     """Hold `out`, created if it is missing, for this process, with an empty folder for files that are being written.
 
-    Files left there by a killed run are removed. Under torchrun, rank 0 holds `out` for all ranks. Raises
+    Files that a killed run left there are removed. Under torchrun, rank 0 holds `out` for all ranks. Raises
     FileExistsError for files that refvl did not write, under a name that it needs; with `force` they are renamed.
     """
     with ExitStack() as lock:
@@ -86,7 +86,7 @@ def _remove_unfinished(out: Path) -> None:
 
 @contextmanager
 def speaking_of(out: Path) -> Iterator[None]:
-    """Turn errors of a full disk, or a folder of another owner, into an OSError that begins with "out:"."""
+    """Turn errors from a full disk or from missing permissions into an OSError that begins with "out:"."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -115,9 +115,9 @@ def _plain(group):
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Open a new file that gets its name, which survives a power cut, only once it is on disk in full.
+    """Open a new file that gets its name only once it is on disk in full; the name survives a power cut.
 
-    Raises OSError, naming the folder, if it cannot be written; `held_folder` removes the rest of it.
+    Raises OSError, naming the folder, if the file cannot be written; `held_folder` removes its remains.
     """
     partial = path.parent / UNFINISHED / path.name
     with speaking_of(path.parent):

@@ -1,4 +1,4 @@
-"""Text as it is generated: transformers' `generate` in its own thread, which ends if the reader stops."""
+"""Text as it is generated: transformers' `generate` runs in its own thread, which ends if the reader stops."""
 
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
@@ -18,7 +18,7 @@ def of_a_thread() -> dict:
 
 
 class FanOut(BaseStreamer):
-    """Several streamers in place of one; None counts as no streamer."""
+    """Several streamers combined into one; None counts as no streamer."""
 
     def __init__(self, *streamers: BaseStreamer | None):
         self.streamers = [streamer for streamer in streamers if streamer is not None]
@@ -33,9 +33,9 @@ class FanOut(BaseStreamer):
 
 
 def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the pieces of text that `run` generates; it passes tokens to a streamer and asks a criterion when to stop.
+    """Yield the text that `run` generates, piece by piece; `run` feeds a streamer and asks a criterion when to stop.
 
-    Closing or deleting the generator ends `run` within one token, and its thread. Errors of `run` are raised here.
+    Closing or deleting the generator ends `run` and its thread within one token. Errors in `run` are raised here.
     """
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, failures = Event(), []

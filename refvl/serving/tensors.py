@@ -38,7 +38,7 @@ def generate(
     With `num_return_sequences=n` the result is (B * n, L + new), with `return_dict_in_generate=True` transformers'
     output. input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values: (N,
     C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or the encoder's
-    layouts if a family has no grids. image_embeds: embeddings by `encode` instead of pixel_values, (M, W) for all
+    layouts if a family has no grids. image_embeds: embeddings from `encode` instead of pixel_values, (M, W) for all
     images in order or one tensor per image. The same arguments exist for videos; pruning works on given embeddings,
     too. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by families whose prompts
     contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows, grids, embeddings and
@@ -51,7 +51,7 @@ def generate(
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # the processors of transformers add it; ids contain the same
+    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids imply it
     model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)

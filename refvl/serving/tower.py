@@ -3,8 +3,8 @@
     feature_map(image)                 (t, h, w, D)    the embeddings, each at its token's location in the image
     feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
 
-MiniCPM-V and Step3-VL cut an image into slices or crops, and MiniCPM-V a video into frames. Their maps are lists of
-(box, map), one per slice, crop or frame, in the encoder's order.
+MiniCPM-V and Step3-VL cut an image into slices or crops; MiniCPM-V also cuts a video into frames. Their maps are lists
+of (box, map), one per slice, crop or frame, in the encoder's order.
 
 Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language model's width, E the
 tower's.
@@ -31,7 +31,7 @@ Size = tuple[int, int, int]  # (t, h, w)
 
 
 class NoText:
-    """The value of `model.language_model` if there is none: it is false, and reading it raises a ValueError."""
+    """The value of `model.language_model` if there is none: it is falsy, and reading an attribute raises ValueError."""
 
     def __bool__(self) -> bool:
         return False
@@ -54,11 +54,12 @@ class Cut(NamedTuple):
 def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
-    medium: anything that `encode` accepts. A path with a video's suffix, a list of frames and an array of four
-    dimensions are videos. blocks: tower blocks, -1 for the last. Then the result is a list with one map per block, (t,
-    H, W, E): the states after that block, patches in row-major order. Families that cut images return a list of (box,
-    map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a slice is
-    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not exist.
+    medium: any item that `encode` accepts. A path with a video's suffix, a list of frames, and an array with four
+    dimensions count as videos. blocks: tower blocks, -1 for the last. Then the result is a list with one map per
+    block, (t, H, W, E): the states after that block, patches in row-major order. Families that cut images return a
+    list of (box, map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map
+    of a slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do
+    not exist.
     """
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):

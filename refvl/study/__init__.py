@@ -4,7 +4,7 @@ watch.py         attention weights and hidden states of a run: `trace(..., atten
 report.py        the table that a trace prints
 comparison.py    where two runs first differ: `refvl.compare`; recording.py records transformers' run for it
 boxes.py         boxes in answers, in pixels of the image
-costs.py         the costs of a model before it is loaded; arithmetic.py counts its operations
+costs.py         the costs of a model, computed before it is loaded; arithmetic.py counts its operations
 shallow.py       a random checkpoint as wide as a release, with few layers
 stale.py         the result of a graph if one of its buffers is not refilled
 releases.py      positions as other releases compute them

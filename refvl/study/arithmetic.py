@@ -12,7 +12,7 @@ EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_rou
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
-    """Count one forward without padding, by torch on a copy of the encoder without memory; this takes seconds."""
+    """Count one forward without padding: torch counts on a copy of the encoder without memory. This takes seconds."""
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
         rows = torch.empty(sum(encoder.item_size(layout)[0] for layout in layouts), encoder.config.patch_values)
@@ -24,9 +24,9 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
 def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
     """Count the layers of a text model on a prompt: every weight once per token, and attention over all pairs.
 
-    tokens: the length of the prompt. cached: how many of its first tokens are cached; these are not run again. Only the
-    experts that a token uses count. Pairs that the causal mask hides count too, as in torch's counter. The head, which
-    runs for one token, does not count.
+    tokens: the length of the prompt. cached: the number of its first tokens that are cached and not run again. Only
+    the experts that a token uses are counted. Pairs that the causal mask hides are counted too, as in torch's counter.
+    The head, which runs for one token, is not counted.
     """
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
@@ -36,6 +36,6 @@ def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int
         by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # these sum the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # dimensions of both
+    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # query-key plus value
     pairs = 2 * (tokens - cached) * tokens * text.num_attention_heads * key_value * text.num_hidden_layers
     return 2 * (tokens - cached) * weights + pairs

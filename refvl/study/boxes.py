@@ -1,19 +1,19 @@
 """Boxes and points in answers: find them in the text, and convert them to pixels of the image and back.
 
-The unit of a coordinate differs from family to family, and no answer contains it:
+The unit of a coordinate differs from family to family, and no answer states it:
 
-    Qwen2.5-VL                            pixels of the *resized* image, as the processor made it
+    Qwen2.5-VL                            pixels of the *resized* image that the processor produced
     Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
-These are the makers' statements: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772
-and #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7
-follow 2.6 and 4.5. For the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0, 2.5, Step3-VL, Step-3.7) we found no documentation,
-so we refuse them.
+The makers state this in QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772 and
+#982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7
+follow 2.6 and 4.5. For GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL and Step-3.7 we found no documentation, so
+they are refused.
 
-Sizes are (width, height), boxes x1, y1, x2, y2, points x, y, all from the upper left corner. An image's size is that
-after its EXIF orientation, as `refvl.pixels.media.load_image` returns it.
+Sizes are (width, height), boxes are x1, y1, x2, y2, and points are x, y, all measured from the upper left corner. An
+image's size is its size after the EXIF orientation is applied, as in the result of `refvl.pixels.media.load_image`.
 """
 
 import re
@@ -95,11 +95,11 @@ def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, in
 
 
 def to_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None = None, family: str) -> Tensor:
-    """Convert boxes of an answer to pixels of the image, (n, 4) float32; points are (n, 2).
+    """Convert boxes from an answer to pixels of the image, (n, 4) float32; points are (n, 2).
 
-    boxes: (n, 4) or (n, 2), or a single one, as nested sequences or an array. picture: its (width, height) before it
-    was resized. resized, family: see `space_of`. Boxes outside the image stay outside. Raises TypeError or
-    ValueError naming the argument.
+    boxes: (n, 4) or (n, 2), or a single box or point, as nested sequences or an array. picture: the (width, height) of
+    the image before it was resized. resized, family: see `space_of`. Boxes outside the image stay outside. Raises
+    TypeError or ValueError naming the argument.
 
     >>> to_picture([[546, 0, 1092, 966]], picture=(1080, 1920), resized=(1092, 1932), family="Qwen2.5-VL").tolist()
     [[540.0, 0.0, 1080.0, 960.0]]
@@ -150,14 +150,15 @@ _ROUND = re.compile(
     rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
 )
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
-_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thinking
+_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thoughts
 
 
 def parse(text: str, family: str, *, points: bool = False) -> Tensor:
     """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`; or points (n, 2).
 
-    They are in the order of the text, with corners as written. No text raises an error: anything but four (two) numbers
-    in the family's notation is skipped, and a truncated answer gives its whole boxes. (0, 4) if there are none.
+    Boxes are in the order of the text, with corners as written. No text raises an error: anything but four (or two)
+    numbers in the family's notation is skipped, and only the complete boxes of a truncated answer are returned.
+    Without any boxes, the result is (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]
@@ -171,8 +172,8 @@ def find_regions(text: str, family: str) -> list[Region]:
     """Return every box and point in an answer with its label, in order; see `parse`.
 
     Delimiters may be special tokens, which `chat` drops but `processor.tokenizer.decode(trace.token_ids)` keeps.
-    MiniCPM-V's boxes need theirs, and so do Qwen2-VL's labels; GLM's enclose the answer, so thoughts before it are
-    ignored. Raises TypeError for an answer that is not text.
+    MiniCPM-V's boxes and Qwen2-VL's labels cannot be found without their delimiters. GLM's delimiters enclose the
+    answer, so any thoughts before it are ignored. Raises TypeError for an answer that is not text.
     """
     if not isinstance(text, str):
         raise TypeError(f"text: expected the text of an answer, got {type(text).__name__}")
@@ -180,8 +181,10 @@ def find_regions(text: str, family: str) -> list[Region]:
 
 
 def _json_regions(text: str) -> Iterator[Region]:
-    """Yield objects with bbox_2d or point_2d and a label, or bare lists if there are none. This is no JSON parser,
-    because answers may end anywhere, use single quotes and miss commas."""
+    """Yield objects with bbox_2d or point_2d and a label, or bare lists if there are none.
+
+    This is not a JSON parser, because answers may end anywhere, use single quotes and omit commas.
+    """
     text = "\n".join(_MARKED.findall(text)) or text
     objects = [(_LABEL.search(part), _KEY.findall(part)) for part in text.split("{")[1:] if "[" in part]
     for label, values in objects:

@@ -1,4 +1,4 @@
-"""Why two runs differ: the stages of both, on disk or in memory, and the first one that is not equal.
+"""Why two runs differ: the stages of both, on disk or in memory, and the first stage that differs.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
     refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, where and why
@@ -41,10 +41,11 @@ GROWTH = 8  # a text model may magnify a difference of its inputs by this factor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """The results of each stage of a run: tensors by "stage/what", in order of the path.
+    """The results of each stage of a run: tensors by "stage/what", in the order of the stages.
 
-    source: the software. layouts: one per item, (t, h, w) in patches, or None if it is not a grid. files:
-    digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, likewise.
+    source: the software that ran. layouts: one per item, (t, h, w) in patches, or None if the layout is not a grid.
+    files: digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, if it is
+    known.
     """
 
     tensors: dict[str, Tensor]
@@ -54,7 +55,7 @@ class Stages:
     inputs: str = ""
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must be new or empty, in one step: other readers see nothing or everything.
+        """Write `folder`, which must be new or empty, in one step, so other readers see either nothing or everything.
 
         Raises FileExistsError for a folder that contains files.
         """
@@ -74,7 +75,7 @@ class Stages:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Stages":
-        """Load a folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for others."""
+        """Load a folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for any other."""
         file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
         if missing := [path.name for path in (manifest, file) if not path.is_file()]:
             raise FileNotFoundError(f"{folder}: contains no saved stages ({missing[0]} is missing)")
@@ -121,7 +122,7 @@ class Difference:
     beyond: str = ""  # the number of rows, and the location of the first
     cause: str = ""  # the usual cause of such a difference, or the cause that was found
     row: int = 0  # the index of the first row beyond tolerance
-    tried: bool = False  # whether a run of the model with this cause confirmed it
+    tried: bool = False  # whether running the model with this cause confirmed it
 
     def __str__(self) -> str:
         if not self.differs:
@@ -137,7 +138,7 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # files that determine both models and differ; or "media"
+    files: list[str] = field(default_factory=list)  # the files that determine the models and differ, or "media"
 
     @property
     def first(self) -> Difference | None:
@@ -181,13 +182,13 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
-    """Compare two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and why.
+    """Find where two runs first differ, and why. Each run is a `Trace`, `Stages`, or a folder that either saved.
 
     A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. The default of rtol is 1e-3 up
     to the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
-    equal, and nan and inf must be in the same places. Stages that only one side recorded are listed, not judged. model:
-    the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are tried
-    one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before it. Raises TypeError or
+    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed, but not compared.
+    model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
+    tried one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before it. Raises TypeError or
     ValueError naming the argument, also if the runs share no stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
@@ -214,7 +215,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
 
 
 def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
-    """Return the first difference, with its cause if one of those that are tried explains it."""
+    """Return the first difference, with its cause if one of the causes tried explains it."""
     if "nan" in f"{first.largest} {first.scale}":  # shapes differ, as did the inputs of the model
         return first
     stage, what = first.name.split("/", 1)
@@ -283,10 +284,11 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
     """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
 
-    It is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of about
-    10^5 values counts (`tests/closeness.py` derives it). eps is that of the coarser run. Float32 rounds every term of a
-    layer's sums, which are about ten times as long as the model is wide. Half precisions are summed in float32, so only
-    the ten or so results of a layer are rounded. The difference of the inputs is added `GROWTH` times.
+    The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of
+    about 10^5 values decides (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
+    coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide.
+    Half precisions are summed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
+    difference of the inputs is added.
     """
     runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
     states = [x for x in runs if x.ndim == 2]
@@ -306,7 +308,7 @@ def _inputs_apart(ours: Stages, theirs: Stages) -> float:
 
 
 def _same_tokens(ours: Stages, theirs: Stages) -> int:
-    """Count the new tokens that are equal before the first that is not."""
+    """Count the equal new tokens before the first different one."""
     x, y = (run.tensors.get(NEW_TOKENS) for run in (ours, theirs))
     if x is None or y is None:
         return 0
@@ -346,7 +348,7 @@ CAUSES_OF_SHAPES = {
 
 
 def _cause(name: str, a: Tensor, b: Tensor) -> str:
-    """Return the usual cause of such a difference between two tensors of one shape."""
+    """Return the usual cause of such a difference between two tensors of the same shape."""
     stage, what = name.split("/", 1)
     x, y = a.float(), b.float()
     is_rounded = float((x - y).norm()) < ROUNDING * float(y.norm())
@@ -370,7 +372,7 @@ def _cause(name: str, a: Tensor, b: Tensor) -> str:
 
 
 def _is_permuted(x: Tensor, y: Tensor) -> bool:
-    """Return whether the rows are equal but in a different order, judged by one random number for each."""
+    """Return whether the rows are equal but in a different order, judged by one random projection per row."""
     direction = torch.randn(x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(0))
     a, b = x @ direction, y @ direction
     near = 1e-3 * b.abs().max()
@@ -390,7 +392,7 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """Return a cause for different positions x, y (3, L): an equal shift of all axes is a shift of later text."""
+    """Return a cause for different positions x, y (3, L): the same shift on all axes means shifted text."""
     moved = x - y
     uneven = (moved != moved[:1]).any(0)
     if not uneven.any():
@@ -404,7 +406,7 @@ def _cause_of_positions(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
-    """Return the usual cause of a difference in the text model; `explain` tests which one it is."""
+    """Return the usual cause of a difference in the text model; `explain` tests which cause it is."""
     if name == STATES:
         parts = "its norms, rotary, attention or weights" if row else "the embedding of the last token"
         deeper = row > 1 and "merge/deepstack" in {**ours.tensors, **theirs.tensors}

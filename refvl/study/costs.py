@@ -1,4 +1,4 @@
-"""The costs of a model before it is loaded: parameters, memory and tokens, from the config and sizes alone."""
+"""The costs of a model, computed before it is loaded: parameters, memory and tokens, from config and sizes alone."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -49,7 +49,7 @@ LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().r
 
 
 class Blank(NamedTuple):
-    """The size of an image without its pixels, which may not fit into memory."""
+    """The size of an image whose pixels may not fit into memory."""
 
     width: int  # px
     height: int
@@ -62,7 +62,7 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """The plan of an image or a video. The encoder reads `patches`, the language model `kept` of the `tokens`."""
+    """The plan of an image or a video. The encoder reads `patches`; the language model reads `kept` of the `tokens`."""
 
     kind: str
     size: str  # as decoded
@@ -120,10 +120,10 @@ def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> s
 
 
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
-    """Return the (height, width) in px to which a square image, larger than any budget, is resized.
+    """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    It is an image, not a video, because GLM's budgets count frames: planned as a video of sixteen frames, the image
-    would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    The item is an image, not a video, because GLM's budgets count frames: planned as a video of sixteen frames, the
+    image would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
@@ -131,7 +131,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
 def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
     """Return how many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
-    GLM shrinks the frames of a longer video, so if the largest video fits, any does, and `limit` is returned.
+    GLM shrinks the frames of a longer video, so if the largest video fits, any video fits, and `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
     frames = 0
@@ -141,7 +141,7 @@ def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig,
 
 
 def _tensor_bytes(weight: Tensor) -> int:
-    """Return the memory of a parameter, which for a quantised one is that of all its tensors."""
+    """Return the memory of a parameter; for a quantised parameter, the memory of all its tensors."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
     names, _ = weight.__tensor_flatten__()  # every subclass of this kind defines this method
@@ -149,13 +149,13 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
-    """Return the bytes of all weights except the vision tower's in a checkpoint's files, from their headers."""
+    """Return the bytes of all weights in a checkpoint's files except the vision tower's, read from the headers."""
     places = {name: header.data_offsets for name, header in weight_headers(folder).items()}
     return sum(end - begin for name, (begin, end) in places.items() if not re.match(vision_prefix, name))
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of all layers for one token; `linear_state_bytes` counts linear attention.
+    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` counts linear attention.
 
     Latent attention (DeepSeek-V3's) stores the vector from which keys and values of all heads are computed.
     """
@@ -168,9 +168,9 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
 
 
 def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes that linear-attention layers keep of one prompt, however long it is.
+    """Return the bytes that linear-attention layers keep for one prompt, however long it is.
 
-    Each keeps the last inputs of its convolution, and in float32 one matrix per head.
+    Each layer keeps the last inputs of its convolution, and one float32 matrix per head.
     """
     layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or [])
     if not layers:
@@ -182,10 +182,10 @@ def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """Estimate the tower's peak memory, in the MLP of a block or at the rotation of queries and keys.
+    """Estimate the tower's peak memory, which occurs in the MLP of a block or when queries and keys are rotated.
 
-    Patch rows, residual and normed input exist in both cases. The rotation adds two float32 copies of queries and keys,
-    and one with swapped halves of each head.
+    Patch rows, residual and normed input exist in both cases. The rotation adds two float32 copies of queries and
+    keys, and a third copy in which the halves of each head are swapped.
     """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -205,10 +205,10 @@ def costs(
 
     Without a language model (`load(..., text=False)`) the context is None, and its weights and cache take 0 bytes.
 
-    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, in [0, 1), by the method `pruning`.
-    `activation_bytes` is an estimate of the tower's peak while it encodes that item alone; `memory_bytes` assumes that
-    it encodes all items together. text_bytes: the bytes of the language model's weights, if `vlm` has a form of them
-    that the checkpoint has not (`stored_text_bytes`).
+    media: decoded media, see `VLM.processor.decode`. pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
+    method. text_bytes: the bytes of the language model's weights, if `vlm` holds them in a different form from the
+    checkpoint (`stored_text_bytes`). `activation_bytes` estimates the tower's peak while it encodes that item alone;
+    `memory_bytes` assumes that it encodes all items together.
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     text = vlm.language_model or None
@@ -296,7 +296,7 @@ def describe(
 
 
 def overview(vlm: Any) -> str:
-    """Return family, device and dtype of a model, its parts and their sizes: its `repr`."""
+    """Return a model's `repr`: its family, device and dtype, and its parts with their sizes."""
     text = "none: loaded with text=False"
     if vlm.language_model:
         config = vlm.language_model.config
@@ -317,13 +317,13 @@ def overview(vlm: Any) -> str:
 
 
 def _parameters(module: Any) -> str:
-    """Return the number of a module's parameters in words."""
+    """Return the number of a module's parameters as text."""
     count = sum(parameter.numel() for parameter in module.parameters())
     return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
 
 
 def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-    """Set other limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
+    """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
     Raises ValueError, naming the argument, for families without pixel limits, and for a minimum above the maximum.
     """

@@ -1,12 +1,12 @@
 """`VLM.trace(..., replace={stage: f})` replaces the result of a stage by f(result), and the run continues with it.
 
-    stage            f gets, and returns
+    stage            what f receives and returns
     patchify         list of `Patches`, one per item; f may return tensors (N, C) instead, as their rows
     plan             list of plans, one per forward of the tower
     encode, embeds   list of tensors (M, W), one per item
     prune            list of masks (M,) bool or None, one per item
     merge            (L, D) embeddings of the prompt
-    positions        (3, L) positions; tokens that follow continue from their maximum
+    positions        (3, L) positions; later tokens continue from their maximum
     position_table   the learned table of a tower, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
@@ -67,7 +67,7 @@ class Intervened(Trace):
 
 
 def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
-    """Return a copy of `model`, with the same weights, whose runs are changed.
+    """Return a copy of `model`, with the same weights, that applies the replacements in every run.
 
     Raises TypeError for values that are not functions. The run raises ValueError for a stage that does not exist.
     """

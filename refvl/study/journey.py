@@ -1,4 +1,4 @@
-"""One image, line by line: the functions that a real request runs, in call order, and how many lines they have.
+"""One image, line by line: the functions that a real request calls, in call order, and their numbers of lines.
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
@@ -50,10 +50,10 @@ class Numbers(NamedTuple):
     """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
 
     functions: int  # entered
-    file_changes: int  # changes between one function and the next, in the order of first entry
+    file_changes: int  # changes of file from one function to the next, in the order of first entry
     files: int
     lines: int  # the code lines of the functions entered
-    check_lines: int  # those of these lines that only check
+    check_lines: int  # the lines among them that only check arguments
     whole_files: int  # the code lines of the files that contain these functions
 
 
@@ -65,7 +65,7 @@ class Function:
     file: str  # the path inside the recorded folder: "positions/mrope.py"
     name: str  # qualified: "VLM.read"
     first: int  # the first line of the function, decorators included
-    calls: int  # a generator counts again whenever it is resumed
+    calls: int  # a generator is counted again whenever it is resumed
     stage: str  # the stage in which it was first entered
     caller: tuple[str, int] | None  # the file and line of its first call
     ran: frozenset[int]  # the lines of its file that were executed
@@ -88,13 +88,13 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Journey:
-    """One answer and its functions, in the order of first entry; `trace` is a second run of the same request."""
+    """One answer and the functions called for it, in the order of first entry; `trace` repeats the same request."""
 
     question: str
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # per new token, the (vocabulary,) scores that it was chosen from; empty with beams and drafts
+    scores: list[Tensor]  # per new token, the (vocabulary,) scores that decided it; empty with beams and drafts
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property
@@ -114,7 +114,7 @@ class Journey:
 class Recorder:
     """A trace function for `sys.settrace` that records the calls and lines in the files of a folder.
 
-    `stage` is the stage of functions that are entered now; None: the next stage, which has not begun yet.
+    `stage` is the stage to which functions entered now belong; None means the next stage, which has not begun yet.
     """
 
     def __init__(self, folder: Path, skip: Sequence[str] = ()):
@@ -163,7 +163,7 @@ class Recorder:
         return None
 
     def _turn(self, frame: FrameType) -> None:
-        """Note that a stage begins when `Trace.stage` is entered, and ends when it is resumed."""
+        """Record that a stage begins when `Trace.stage` is entered, and ends when it is resumed."""
         if frame in self._open:
             self._open.remove(frame)
             self.stage = None
@@ -172,7 +172,7 @@ class Recorder:
             self.stage = frame.f_locals["name"]
 
     def forward(self, *_: Any) -> None:
-        """Note a call of the language model after the last stage that `Trace` times; the first call is the prefill."""
+        """Record a call of the language model after the last stage timed by `Trace`; the first call is the prefill."""
         if not self._open:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
@@ -200,7 +200,7 @@ def record(call: Callable[[], Any], folder: Path = LIBRARY, *, recorder: Recorde
     Lambdas and comprehensions do not count as functions; a class counts only if it defines `__init__`.
     """
     recorder = recorder or Recorder(folder)
-    before = sys.gettrace()  # a debugger's, or coverage's
+    before = sys.gettrace()  # the trace function of a debugger or of coverage
     sys.settrace(recorder)
     try:
         call()
@@ -237,7 +237,7 @@ class _Scores(LogitsProcessor):
 def follow(
     model: Any, question: str | Sequence[dict], *, images: Sequence = (), videos: Sequence = (), **options
 ) -> Journey:
-    """Ask three times: once to warm up, once to record the functions of `model.chat`, once for `model.trace`.
+    """Run the request three times: to warm up, to record the functions of `model.chat`, and with `model.trace`.
 
     question, images, videos, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
     `VLM.trace`.
@@ -306,9 +306,9 @@ def count_checks(function: Function, lines: range) -> str:
 
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
-    """Split a function without docstrings, in order: (False, one line), or (True, a run of lines that only check).
+    """Split a function, without docstrings, into parts in order: (False, one line) or (True, lines that only check).
 
-    Comments and blank lines between two such lines belong to the run.
+    Comments and blank lines between two lines that only check belong to the same part.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]

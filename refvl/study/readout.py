@@ -1,4 +1,4 @@
-"""The data behind an answer: the last prompt token after each layer, the first logits, and how closely tokens tie.
+"""The data behind an answer: the last prompt token after each layer, the first logits, and the margins of new tokens.
 
     share_weights   a copy of a module with the same weights
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
@@ -34,12 +34,13 @@ def margins(logits: Tensor) -> Tensor:
 class Readout:
     """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are numbered over all tokens that were read, so chunks and rejected drafts make no difference. Row L - 1 is the
-    last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread are recorded.
+    Rows are numbered over all tokens that the model has read, so chunks and rejected drafts make no difference. Row L
+    - 1 is the last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
+    recorded.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
-        """model: its output has `logits`, (B, rows, V). layers: those of the text model. length: L, prompt tokens."""
+        """model: a model whose output has `logits`, (B, rows, V). layers: its layers. length: L, the prompt tokens."""
         self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
         self.states, self.first, self.by_row = list[Tensor](), list[Tensor](), dict[int, Tensor]()
         self.hooks = [
@@ -64,7 +65,7 @@ class Readout:
         return self.first[0].cpu() if self.first else None
 
     def margins(self, count: int) -> Tensor | None:
-        """Return the margins of `count` new tokens, (count,); None if several sequences were decoded together."""
+        """Return the margins of `count` new tokens, (count,), or None if several sequences were decoded together."""
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 

@@ -1,8 +1,8 @@
-"""The stages of transformers' own model, recorded by hooks, to find out with `refvl.compare` why the two differ.
+"""The stages of transformers' own model, recorded by hooks, so that `refvl.compare` can find why the two differ.
 
-transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It
-gets refvl's prompt, and refvl's patch rows of videos, because its video processor samples files itself and needs
-torchvision. So neither is recorded.
+transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It is
+given refvl's prompt, and refvl's patch rows for videos, because its video processor samples files itself and needs
+torchvision. Neither of these is therefore recorded.
 """
 
 from collections.abc import Collection
@@ -33,8 +33,8 @@ IMAGE_PROCESSORS: dict[type, str] = {
 def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
     """Raise ValueError for families whose model transformers does not have, and for prompts that it does not accept.
 
-    kinds: "image", "video": of the media in a prompt. transformers' GLM marks both with one token, so it accepts one
-    kind.
+    kinds: the kinds of media in a prompt, "image" and "video". transformers' GLM marks both with the same token, so it
+    accepts only one kind.
     """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
         raise ValueError(f"with: transformers' model can be recorded for Qwen and GLM, not for {vlm.family.name}")
@@ -68,7 +68,7 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
 
 
 def wide_rows(output: Any) -> Tensor:
-    """Return (M, D) of a tower of transformers, or (M, D * (1 + k)) with the k DeepStack features of Qwen3-VL's."""
+    """Return the output of a transformers tower: (M, D), or (M, D * (1 + k)) with Qwen3-VL's k DeepStack features."""
     return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 

@@ -14,7 +14,7 @@ from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_de
 
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
-    """Return the span with its seconds per grid step truncated to an integer, which is 0 above 2 frames/s.
+    """Return the span with its seconds per grid step truncated to an integer, which is 0 at more than 2 frames/s.
 
     Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 with pruning
     (`_postprocess_video_embeds_evs`). As in both, images are not changed.
@@ -52,8 +52,8 @@ def text_uncounted_positions(
 
     The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. If the text before an item is
     longer than the items before it, the search for this item finds the start of an earlier one and overwrites it. The
-    item's own later tokens then share one position. On a server that prunes videos, this also affects prompts with two
-    images and no video.
+    later tokens of the item itself then share one position. On a server that prunes videos, this also affects prompts
+    with two images and no video.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens - t, h,
     w, extent, as in `compute_mrope_for_media`. vLLM has the width there instead of the extent.
@@ -95,7 +95,7 @@ def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: floa
     """Return EVS keep masks, (M,) bool, of the videos of a prompt, scored as one array of frames.
 
     The rule of `nemotron_h_omni` in transformers 5.23. Only the first video always keeps its first frame. The first
-    frame of any other is compared with the last frame before it, and all videos share one budget.
+    frame of every later video is compared with the last frame of the previous video, and all videos share one budget.
 
     videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
     """
@@ -105,7 +105,7 @@ def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: floa
 
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:
-    """Return our positions, with everything after an item moved so that the item uses `cost(span)` positions."""
+    """Return refvl's positions, with everything after an item shifted so that the item uses `cost(span)` positions."""
     positions, _ = get_mrope_input_positions(num_tokens, spans)
     for span in spans:
         used = int(span.grid_positions().max()) + 1

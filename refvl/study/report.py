@@ -25,27 +25,28 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 class Trace(Record):
     """One run, with the result of every stage; fields whose stage has not run are None.
 
-    attentions and hidden_states, of language model and tower, are filled only on request. Q counts the tokens that
-    were read: L of the prompt and all new ones but the last. token_ids[k] was chosen after row L - 1 + k. N counts the
-    patch rows of all media, concatenated in the order of `patches`.
-    With `prefill_chunk` patches, metadata, embeds and inputs_embeds are empty: their tensors are freed during the run.
+    The attentions and hidden_states of the language model and the tower are filled only on request. Q counts the
+    tokens that the model has read: the L tokens of the prompt and all new tokens but the last. token_ids[k] was chosen
+    after row L - 1 + k. N counts the patch rows of all media, concatenated in the order of `patches`. With
+    `prefill_chunk`, patches, metadata, embeds and inputs_embeds are empty, because their tensors are freed during the
+    run.
     """
 
-    cache: Any = None  # keys and values of the prompt except its last token, until `generate` continues from them
+    cache: Any = None  # keys and values of the prompt except its last token, kept until `generate` continues from them
     chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
     cached: list[bool] = field(default_factory=list)  # with a media cache: whether each item was cached
     seconds_saved: float = 0.0  # the time that encoding the cached items would have taken
     largest: dict[str, float] = field(default_factory=dict)  # the largest absolute value of a stage or its layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
     first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen
-    margins: Tensor | None = None  # the best logit minus the second best of each new token; None with beams
+    margins: Tensor | None = None  # for each new token, the best logit minus the second best; None with beams
     attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None: linear
     hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0, after each; the last normed
     tower_attentions: list[list] = field(default_factory=list)  # a `SegmentAttention` per segment, for each block
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each
 
     def __repr__(self) -> str:
-        """Return a line per stage: its name, shapes and seconds."""
+        """Return one line per stage with its name, shapes and seconds."""
         lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
         return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
 
@@ -95,12 +96,12 @@ class Trace(Record):
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token: all stages but the decoding of later tokens. With beams, to all tokens."""
+        """Seconds to the first token: all stages except the decoding of later tokens. With beams, to the last token."""
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
     @property
     def accepted(self) -> int:
-        """The number of generated tokens that were drafts; each forward of the language model adds one of its own."""
+        """The number of generated tokens that were drafts; each forward of the language model adds one more token."""
         return sum(tokens - 1 for tokens in self.passes)
 
 
@@ -135,7 +136,7 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """Describe the tokens after those of the first forward: how many, how fast, and how many of all were drafts."""
+    """Describe the tokens after the first forward: how many, how fast, and how many of all tokens were drafts."""
     more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
     drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""
@@ -162,7 +163,7 @@ def _graph_report(trace: Trace) -> str:
 
 
 def layout_text(layout) -> str:
-    """Describe the arrangement of an item's rows: the grid, the crops, or how many slices of which sizes."""
+    """Describe the arrangement of an item's rows: the grid, the crops, or the numbers and sizes of the slices."""
     if isinstance(layout, CropLayout):
         return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
     if not hasattr(layout[0], "slices"):

@@ -1,7 +1,7 @@
 """A released shape at reduced depth, with random weights: the widths of a release before any download.
 
 Tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is small, too. Everything
-that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - is the release's own.
+that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - comes from the release.
 """
 
 import json
@@ -25,8 +25,8 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
     of text layers. seed: the seed of the weights, which transformers draws as it does before training.
 
-    Raises ValueError for another family in `like` and for a folder that contains anything. Also raises it for a depth
-    below the number of features that a tower passes to the text model.
+    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
+    the number of features that the tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
@@ -69,7 +69,7 @@ def _make_shallow(config: PretrainedConfig, depth: int) -> None:
 
 
 def _take_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
-    """Set the vocabulary size and every token id of `config`, and of its text config, to those of `small`."""
+    """Set the vocabulary size and every token id of `config` and its text config to the values in `small`."""
     config.text_config.vocab_size = small.text_config.vocab_size
     for own, other in ((config, small), (config.text_config, small.text_config)):
         for name in json.loads(other.to_json_string(use_diff=False)):

@@ -1,4 +1,4 @@
-"""A file of the library, parsed: its code lines, those that only check, its functions, and its statements.
+"""A file of the library, parsed: its code lines, the lines that only check, its functions, and its statements.
 
 Code lines exclude blank lines, comments and docstrings. All line numbers begin at 1.
 """
@@ -21,9 +21,8 @@ class Source:
 
     lines: the text. code: numbers of lines, without blank lines, comments and docstrings. checks: the code lines that
     only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a check function, and
-    everything in checks.py. docstrings: numbers of lines. functions: by first line, decorators
-    included:
-    that line, the line of `def`, and the last line.
+    everything in checks.py. docstrings: numbers of lines. functions: by first line, including
+    decorators: the first line, the line of `def`, and the last line.
     """
 
     def __init__(self, path: Path):
@@ -47,10 +46,10 @@ class Source:
         return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
 
     def whole(self, events: set[int]) -> frozenset[int]:
-        """Return the executed lines, with whole statements: the interpreter reports only some lines of a long one."""
+        """Return the executed lines, extended to whole statements: the interpreter reports only some of their lines."""
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
-        for line in sorted(self.code, reverse=True):  # `else:` is no statement; it runs if the next line runs
+        for line in sorted(self.code, reverse=True):  # `else:` is not a statement; it runs if the next line runs
             if self.lines[line].strip() in ("else:", "finally:") and after in ran:
                 ran.add(line)
             after = line
@@ -73,7 +72,7 @@ def _docstring(node: ast.AST) -> range:
 
 
 def _tokens(text: str) -> set[int]:
-    """Return the lines with more than a comment."""
+    """Return the lines that contain more than a comment."""
     kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
     return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
 
@@ -96,7 +95,7 @@ def _checks(tree: ast.Module) -> set[int]:
 
 
 def _statements(tree: ast.Module) -> list[range]:
-    """Return the lines of every statement; if it has a body, those of its head."""
+    """Return the lines of every statement; for a statement with a body, the lines of its head."""
     spans = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.ExceptHandler)):

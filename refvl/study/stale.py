@@ -1,7 +1,8 @@
 """The effect of a graph buffer that is not refilled: nothing fails, and the result is wrong.
 
-Every buffer is filled with a first batch, then all but one with a second. The recording is replayed operation by
-operation and compared with a replay of fully refilled buffers, to show where the error begins and how far it spreads.
+Every buffer is filled with a first batch, then all buffers but one with a second batch. The recording is replayed
+operation by operation and compared with a replay in which all buffers are refilled. This shows where the error begins
+and how far it spreads.
 """
 
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ def replay_stale(
 
 
 def _replay(graph: TraceGraph) -> tuple[list[Tensor], Tensor]:
-    """Return each operation's first result and the output; copies, because later operations may write there."""
+    """Return copies of each operation's first result and the output; later operations may overwrite the originals."""
     results = []
     for operation in graph.operations:
         operation.replay()

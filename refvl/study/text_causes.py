@@ -5,7 +5,7 @@
     the best change, all layers   -> how much of the difference it explains
 
 A change is named if it explains the difference up to a thousandth, or as well as the unchanged model explains the
-other run. Layers after the divergence do not run, and those before it are not changed.
+other run. Layers after the divergence do not run, and layers before it are not changed.
 
 Shape suffixes: L tokens of the prompt, D text model width, P rotary pairs, K head dimension, V vocabulary.
 """
@@ -28,7 +28,7 @@ THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # rope theta of releas
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # sections of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 HALVES = (torch.bfloat16, torch.float16)
-GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # a search between two factors narrows their distance to 1e-5
+GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # a search between two factors narrows the interval to 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Inputs:
     """The inputs of the text model."""
 
     embeds_LD: Tensor
-    positions_3L: Tensor  # these may be integers or any other numbers
+    positions_3L: Tensor  # positions may be integers or any other numbers
     deepstack: Tensor | None  # (L, D * k), zeros for text
     causal: bool = True
 
@@ -129,7 +129,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
 
 def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float]) -> Iterator[tuple[str, Change]]:
-    """Yield every cause with its name; `left` returns how much of the difference a change leaves."""
+    """Yield every cause with its name; `left` returns the part of the difference that a change leaves unexplained."""
     is_head = row > len(text.model.layers)
     at = "head" if is_head else f"layer {row - 1}"
     if is_head:
@@ -222,7 +222,7 @@ def _scale_angles(changed: Any, given: Inputs, factor: float) -> Inputs:
 
 
 def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
-    """Set theta: frequencies are theta^(-2i/K), so another theta is another power of them."""
+    """Set theta: frequencies are theta^(-2i/K), so a different theta raises them to a different power."""
     config, rotary = changed.model.config, getattr(changed.model, "rotary_emb", None)
     if rotary is not None:
         rotary.inv_freq = rotary.inv_freq ** (math.log(theta) / math.log(config.rope_parameters["rope_theta"]))
@@ -231,7 +231,7 @@ def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
 
 
 def _sections(text: Any) -> dict[str, list[int]]:
-    """Return name -> the axis of each rotary pair, for other sections, each contiguous and interleaved."""
+    """Return name -> the axis of each rotary pair, for different sections, each both contiguous and interleaved."""
     own = (text.config.rope_parameters or {}).get("mrope_section")
     if not own:
         return {}
@@ -252,7 +252,7 @@ def _assign(changed: Any, given: Inputs, axes: list[int]) -> Inputs:
     def forward(x: Tensor, position_ids: Tensor, inner: Callable = rotary.forward) -> tuple[Tensor, ...]:
         by_axis = [inner(x, position_ids[axis].expand(3, -1, -1)) for axis in range(3)]  # (cos, sin), (B, L, K) each
         cos, twice = by_axis[0][0], torch.tensor(axes, device=x.device)[:, None].expand(-1, 2)
-        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # otherwise the two of a pair are adjacent, as in GLM
+        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # otherwise the two dimensions of a pair are adjacent, as in GLM
         chosen = (twice.T if in_halves else twice).flatten()
         return tuple(
             torch.stack(factors).gather(0, chosen.expand(1, *factors[0].shape))[0]
@@ -264,7 +264,7 @@ def _assign(changed: Any, given: Inputs, axes: list[int]) -> Inputs:
 
 
 def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], factors: Sequence[float]) -> float:
-    """Return the factor that leaves the least: the best of `factors`, refined by a golden-section search around it."""
+    """Return the factor that explains most of a difference: the best of `factors`, refined by golden-section search."""
     ordered = sorted(factors)
     shares = [left(change(factor)) for factor in ordered]
     best = shares.index(min(shares))
@@ -309,7 +309,7 @@ def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
 
 
 def _norms(changed: Any, row: int) -> list[nn.Module]:
-    """Return the norms of layer row - 1 and of those after it; after the last layer, the final norm."""
+    """Return the norms of layer row - 1 and of all later layers; after the last layer, the final norm."""
     return norms_of([*changed.model.layers[row - 1 :].modules(), changed.model.norm])
 
 

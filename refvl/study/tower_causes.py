@@ -1,7 +1,7 @@
 """Why two towers compute different embeddings from the same patch rows: causes are tested one by one, not guessed.
 
-A tower's use of sizes is in its plan (`Encoder.plan`), so most causes are a plan with one field changed: segment
-lengths, window order, positions. A field from another item's plan is the content of a buffer that was not refilled.
+A tower uses sizes only through its plan (`Encoder.plan`), so most causes are plans with one field changed: segment
+lengths, window order, positions. A field from a different item's plan imitates a buffer that was not refilled.
 
 Shape suffixes: N patch rows of one item, C values of a row, M merged tokens, W values of the encoder's rows.
 """
@@ -27,7 +27,8 @@ def explain_tower(
 ) -> tuple[str, str]:
     """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none of them does).
 
-    layouts: (t, h, w) in patches of all media of the run, or None. medium: the index of the rows' item.
+    layouts: (t, h, w) in patches for all media of the run, or None. medium: the index of the item to which the rows
+    belong.
     """
     rows, plan = patches_NC.to(encoder.device, encoder.dtype), encoder.plan([layouts[medium]])
     ours = encoder(rows, metadata=plan).cpu().float()
@@ -46,7 +47,7 @@ def explain_tower(
 def _changes(
     encoder: Any, rows: Tensor, plan: Any, grid: tuple[int, int, int], others: dict[int, Any]
 ) -> Iterator[tuple[str, Callable[[], Attempt]]]:
-    """Yield every cause with its name, and a function that returns tower, rows and plan with it."""
+    """Yield the name of every cause, and a function that returns tower, rows and plan with this cause."""
 
     def planned(**changes: Any) -> Callable[[], Attempt]:
         return lambda: (encoder, rows, replace(plan, **changes))
@@ -93,7 +94,7 @@ def _left_over(plan: Any, others: dict[int, Any]) -> Iterator[tuple[str, Tensor]
 
 
 def _with(encoder: Any, change: Callable[[list, Any], None], value: Any, rows: Tensor, plan: Any) -> Attempt:
-    """Return a copy with the same weights, whose norms are changed."""
+    """Return a copy of the tower with the same weights but changed norms."""
     changed = share_weights(encoder)
     change(norms_of(changed.modules()), value)
     return changed, rows, plan

@@ -8,9 +8,9 @@
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on the copies, so no other call runs through them, in any thread. No forward depends on them. Graphs are
-not touched, because their replays return no inner values. The towers' weights are computed from the queries and keys of
-their attention; those of the language model come from transformers, which returns them only with eager attention.
+The hooks are on the copies, so no other call runs through them, in any thread, and no forward depends on them. Graphs
+are not touched, because their replays return no inner values. The tower's attention weights are computed from its
+queries and keys; the language model's come from transformers, which returns them only with eager attention.
 
 Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
 step of generation.
@@ -46,7 +46,7 @@ class SegmentAttention(NamedTuple):
 
 
 class TowerWatch:
-    """A copy of an encoder, `encoder`, that shares weights and keeps the values in its blocks during later forwards."""
+    """A copy of an encoder, `encoder`, that shares its weights and records values in its blocks in later forwards."""
 
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
@@ -95,7 +95,7 @@ class LanguageWatch:
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     """Return the attention of new token `token` to each token of an item, (layers with weights, H, M); 0 if pruned.
 
-    trace: with attentions. Raises ValueError if it has none, and for indices of items and tokens that do not exist.
+    trace: a trace with attentions. Raises ValueError if it has none, and for items or tokens that do not exist.
     """
     if not trace.attentions:
         raise ValueError("trace: expected attentions, got none; use trace(..., attentions=True)")
@@ -112,7 +112,7 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens; trace: with hidden states, else ValueError."""
+    """Return (T, vocabulary) probabilities before each of T new tokens; ValueError unless `trace` has hidden states."""
     if not trace.hidden_states:
         raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
@@ -135,7 +135,7 @@ class _WatchedSegments:
 
 
 def attention_weights(q_SHK: Tensor, k_SHK: Tensor) -> Tensor:
-    """Return the softmax of products over sqrt(K), (H, S, S), in float32 as in transformers' eager attention."""
+    """Return softmax(q k / sqrt(K)), (H, S, S), in float32 as in transformers' eager attention."""
     scores_HSS = q_SHK.transpose(0, 1) @ k_SHK.permute(1, 2, 0) * q_SHK.shape[-1] ** -0.5
     return scores_HSS.softmax(-1, dtype=torch.float32).to(q_SHK.dtype)
 
@@ -185,7 +185,7 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
 
 
 def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, options: dict) -> Any:
-    """Call `answer` and return its result; set `first_logits`, `margins` and `last_states` of the trace."""
+    """Call `answer` and return its result; set `first_logits`, `margins` and `last_states` in the trace."""
     text = model.language_model
     readout = Readout(text, text.model.layers, len(trace.input_ids))
     try:
@@ -201,8 +201,8 @@ def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, op
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the largest magnitude in the output of any layer for more than one token, of tower and language model.
 
-    Only layers run by this thread count. Graphs and compiled blocks cannot have these hooks; for them,
-    only the results of stages are used.
+    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these hooks; for them, only
+    the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
 
@@ -230,7 +230,7 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
 
 
 def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
-    """Set `largest` by stage, over outputs of layers and stages; warn if float16 comes near its limit."""
+    """Set `largest` for each stage from the outputs of stages and layers; warn if float16 comes near its limit."""
     made = {
         "patchify": [p.pixel_values for p in trace.patches],
         "encode": [*found["encode"], *trace.embeds],
@@ -269,7 +269,7 @@ def trace(
     replace: Mapping[str, Callable] | None = None,
     **generate_kwargs,
 ) -> Trace:
-    """Run like `chat`, but keep every stage and the seconds each took.
+    """Run like `chat`, but keep every stage and the time it took.
 
     attentions, hidden_states: keep the weights of all heads, and the values between blocks, of tower and language model
     (see `Trace`). Both then run eagerly, on the same weights, even if graphs are captured. For long prompts that needs
