@@ -36,7 +36,9 @@ def test_the_readme_shows_what_was_measured():
     measured = json.loads(FILE.read_text())
     assert table(measured) in (DATA.parent / "docs/quality.md").read_text()
     assert list(measured["cases"]) == [kind.__name__ for kind in KINDS]
-    assert not any(counts[how] for counts in measured["cases"].values() for how in ENDS if how not in ("right", "clear"))
+    assert not any(
+        counts[how] for counts in measured["cases"].values() for how in ENDS if how not in ("right", "clear")
+    )
     assert sum(sum(counts.values()) for counts in measured["cases"].values()) >= 12_000
 
 
