@@ -256,8 +256,8 @@ def test_bad_input_is_named(table, grids, options, error, message):
         (sincos_1d, (7, 3), ValueError, "embed_dim: must be a multiple of 2, got 7"),
         (sincos_1d, (8, 0), ValueError, "length: must be at least 1, got 0"),
         (sincos_2d, (6, (3, 3)), ValueError, "embed_dim: must be a multiple of 4, got 6"),
-        (sincos_2d, (8, (0, 3)), ValueError, "height: must be at least 1, got 0"),
-        (sincos_2d, (8, (3, 2.0)), TypeError, "width: expected an integer"),
+        (sincos_2d, (8, (0, 3)), ValueError, r"size: every extent must be at least 1, got \(0, 3\)"),
+        (sincos_2d, (8, (3, 2.0)), TypeError, r"size: expected integers \(height, width\), got \(3, 2.0\)"),
     ],
 )
 def test_bad_sizes_are_named(function, arguments, error, message):
