@@ -315,12 +315,15 @@ def _tiny(name: str) -> refvl.VLM:
     return refvl.load(DATA / f"checkpoints/tiny-{name}", device="cpu", progress=False)
 
 
-def _asked_with(target: str, put: Any, name: str, kind: str, count: int = 4, **options) -> list[Said]:
-    """`count` questions about scenes to a model in which `put` stands in the place of `target`."""
-    model, requests = _tiny(name), requests_for(kind, count, split="demo")
-    with mock.patch(target, put):
-        said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False, **options)
+def _paired(requests: Sequence, said: Iterable[str]) -> list[Said]:
+    """Return each request's question, what the model said, and the right answer."""
     return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+def _asked(model: refvl.VLM, requests: Sequence) -> list[Said]:
+    """Ask all requests in one batch."""
+    said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False)
+    return _paired(requests, said)
 
 
 def _circles(count: int) -> tuple[refvl.VLM, list]:
@@ -469,7 +472,7 @@ def _ask_mrope_axes(function: Callable) -> list[Said]:
 
     with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", dealt):
         said = model.answers(runs, max_new_tokens=16)
-    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+    return _paired(requests, said)
 
 
 @exercise(
@@ -670,8 +673,7 @@ def _ask_rms_norm(function: Callable) -> list[Said]:
         for norm in (block.norm1, block.norm2):
             norm.register_forward_hook(lambda module, given, _: function(given[0], module.weight, module.eps))
     requests = requests_for("shape", 4, split="demo")
-    said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False)
-    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+    return _asked(model, requests)
 
 
 @exercise(
@@ -722,7 +724,7 @@ def _ask_frame_sample(function: Callable) -> list[Said]:
         told = tuple(30 * seconds[int(t)] + half for t in clip.timestamps[::2] for half in (0, 15))
         videos.append(Video(clip.frames, clip.fps, 30.0, told, 1800, 60.0))
     said = [model.chat(r.question.text, videos=[video]) for r, video in zip(asked, videos, strict=True)]
-    return [(r.question.text, text, r.question.answer) for r, text in zip(asked, said, strict=True)]
+    return _paired(asked, said)
 
 
 @exercise(
@@ -981,7 +983,8 @@ def _ask_slice_boxes(function: Callable) -> list[Said]:
         overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
         return [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
 
-    return _asked_with("refvl.pixels.slices.cut_slices", ours, "minicpmv-4_5", "place")
+    with mock.patch("refvl.pixels.slices.cut_slices", ours):
+        return _asked(_tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"))
 
 
 @exercise(
@@ -1231,8 +1234,7 @@ def _ask_max_pixels(function: Callable) -> list[Said]:
     config = model.processor.image_config
     most = function(9, config.patch_size, config.merge_size)
     set_pixel_limits(model.processor, min_pixels=min(most, config.min_pixels), max_pixels=most)
-    said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False)
-    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+    return _asked(model, requests)
 
 
 @exercise(
