@@ -19,7 +19,7 @@ PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
 PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
-PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # data/README.md has the answers
+PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # data/README.md lists the answers
 PRUNING_RATE = 0.5
 TOY = """\
 The shipped models are toys, trained on drawn scenes of coloured shapes; the next image and video are held-out scenes.
@@ -27,7 +27,7 @@ Ask about the color, shape, place or motion of an object; to anything else they 
 
 
 def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
-    """Ask two questions about an image and two about a video, with a table of stages and figures."""
+    """Ask two questions about an image and two about a video; print a table of stages and write figures."""
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
     if checkpoint == CHECKPOINT:
