@@ -512,7 +512,7 @@ def test_memory_grows_with_the_frames_kept(tmp_path):
         (
             {"sample": lambda total, fps: []},
             ValueError,
-            "sample: expected at least one index, increasing, from 0 to 19, got",
+            "sample: expected one or more increasing indices from 0 to 19, got",
         ),
         ({"sample": lambda total, fps: [3, 2]}, ValueError, "sample: expected at least one index, increasing, from"),
         ({"sample": lambda total, fps: [0, 20]}, ValueError, "sample: expected at least one index, increasing, from"),
