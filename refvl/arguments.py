@@ -122,7 +122,7 @@ def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     """Return the (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on the left.
 
-    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises TypeError or ValueError that name the
+    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises a TypeError or ValueError that names the
     argument and the prompt. The causes are empty prompts, mask values other than 0 and 1, padding that is not on the
     left, and ids outside the vocabulary.
     """

@@ -63,7 +63,7 @@ class SquarePath:
         grids = as_grids(layouts, name=name)
         for i, (_, h, w) in enumerate(grids):
             if (h, w) != (self.side, self.side):
-                raise ValueError(f"{name}[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
+                raise ValueError(f"{name}[{i}]: expected squares of {self.side} x {self.side} patches, got {h} x {w}")
         return grids
 
     def item_size(self, layout: Grid) -> tuple[int, int, int]:

@@ -47,7 +47,7 @@ class KimiK25Processor(ChatProcessor):
         given = (self.image_config.merge_size, self.video_config.merge_size, self.video_config.chunk_frames)
         if given != tower:
             names = "merge_size of images, of videos, temporal_patch_size"
-            raise ValueError(f"{names}: config.json has {tower}, preprocessing {given}")
+            raise ValueError(f"{names}: config.json has {tower}, but preprocessing has {given}")
 
     def load_video(self, source, options: dict) -> Video:
         """Sample a file evenly at the checkpoint's rate; frames in memory count as already sampled.

@@ -50,19 +50,25 @@ PruningRate = Annotated[float, typer.Option(help="share of video tokens to drop,
 PrefillChunk = Annotated[int | None, typer.Option(help="prefill this many tokens of the prompt at a time")]
 SourceFile = Annotated[
     str | None,
-    typer.Option("--source", metavar="[FILE.html]", help="the code that ran, in call order; with a file, as a page"),
+    typer.Option(
+        "--source",
+        metavar="[FILE.html]",
+        help="print the code that ran, in call order; with a file, write it as a page",
+    ),
 ]
 LookupTokens = Annotated[
-    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; changes no answer")
+    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
-Adapter = Annotated[list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several add up")]
+Adapter = Annotated[
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several add up")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="first capture the vision tower in graphs")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
-PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that chooses them")]
+PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that selects the tokens to drop")]
 Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
     "Benchmark",
@@ -183,7 +189,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="the version")]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")]
 
 
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error.")
@@ -194,10 +200,10 @@ def _options(version: Version = False):
 @command()
 def chat(
     checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Argument(help="the question; none with --jsonl")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="the question; omit it with --jsonl")] = None,
     image: Images = None, video: Videos = None,
     jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object per line")] = None,
-    out: Annotated[str | None, typer.Option(help="file of the answers; by default FILE.answers.jsonl")] = None,
+    out: Annotated[str | None, typer.Option(help="the file for the answers; by default FILE.answers.jsonl")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -242,7 +248,7 @@ def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
-    with_: Annotated[Other | None, typer.Option("--with", help="run transformers' model too, and compare")] = None,
+    with_: Annotated[Other | None, typer.Option("--with", help="also run transformers' model, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -307,11 +313,11 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 @command()
 def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
-    b: Annotated[str, typer.Argument(help="another, of the same prompt and media")],
+    b: Annotated[str, typer.Argument(help="a second such folder, from a run with the same prompt and media")],
     rtol: Annotated[float | None, typer.Option(
-        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model what rounding "
-        "explains")] = None,
-    atol: Annotated[float, typer.Option(help="absolute tolerance, added to the other")] = 0.0,
+        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model the share that "
+        "rounding explains")] = None,
+    atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
     model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
 ):  # fmt: skip
     """Compare two saved runs: print the first difference, its size, location and usual cause.
@@ -328,14 +334,14 @@ def compare(
 def info(
     checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
     image: Images = None, video: Videos = None,
-    min_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
-    max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
     fps: Annotated[float | None, typer.Option(help="frames per second to sample from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
-    files: Annotated[bool, typer.Option("--files", help="all files that determine the model, with digests")] = False,
-    tower: Annotated[bool, typer.Option("--tower", help="only the vision tower, as in `encode`")] = False,
+    files: Annotated[bool, typer.Option("--files", help="list the files of the model, with their digests")] = False,
+    tower: Annotated[bool, typer.Option("--tower", help="load only the vision tower, as in `encode`")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
     """Print the family, its sizes, the token count of the given media step by step, and the memory needed.
@@ -379,9 +385,9 @@ def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; its contents are not encoded again")],
-    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share work among torchrun's ranks")] = False,
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="rename other programs' files that are in the way")] = False,
+    force: Annotated[bool, typer.Option("--force", help="rename files of other programs if necessary")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Encode images and videos to safetensors, for an engine that accepts embeddings.
@@ -413,9 +419,11 @@ def encode(
 
 @command()
 def bench(
-    name: Annotated[Benchmark, typer.Argument(help="what to measure")],
+    name: Annotated[Benchmark, typer.Argument(help="the benchmark to run")],
     device: Device = "auto",
-    repeats: Annotated[int | None, typer.Option(help="timed calls; the default is the benchmark's own")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="the number of timed calls; each benchmark has its own default")
+    ] = None,
     write: Annotated[bool, typer.Option(help="write the result to data/measurements")] = False,
 ):
     """Run a benchmark on this machine; needs a clone of the repository."""
@@ -451,7 +459,7 @@ def demo(
 
 
 @command()
-def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without notebooks and data")]):
+def notebooks(folder: Annotated[Path, typer.Argument(help="a folder that contains no notebooks and no data")]):
     """Write the notebooks of the course and their data into a folder."""
     from refvl.paths import copy_course
 
@@ -461,8 +469,12 @@ def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without note
 @command(stopped="stopped; the JSON contains the checks so far")
 def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
-    thorough: Annotated[bool, typer.Option("--all/--quick", help="every check, or those of a minute")] = False,
-    out: Annotated[str, typer.Option(help="the JSON file; a zip to attach is written next to it")] = "check-gpu.json",
+    thorough: Annotated[
+        bool, typer.Option("--all/--quick", help="run every check, or those that fit in a minute")
+    ] = False,
+    out: Annotated[
+        str, typer.Option(help="the JSON file; a zip file for a report is written next to it")
+    ] = "check-gpu.json",
 ):
     """Check a CUDA device: attention, towers, answers, graphs, streams and timings.
 
