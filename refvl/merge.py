@@ -60,8 +60,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
     if a run of placeholders is shorter than its item, or if placeholders or media are left over. Also raises it if the
-    prompt does not end in text. Raises it, too, if two runs of one item touch each other. Text always separates frames
-    and crops, so touching runs mean that the prompt's lengths or order do not match.
+    prompt does not end in text. It is also raised if two runs of one item touch each other. Text always separates
+    frames and crops, so touching runs mean that the prompt's lengths or order do not match.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():

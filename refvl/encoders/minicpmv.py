@@ -108,7 +108,7 @@ class MiniCPMVEncoderConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniCPMVMetadata:
-    """The input of one forward besides the pixels: the plan of the tower and the plan of the resampler."""
+    """The input of one forward in addition to the pixels: the plan of the tower and the plan of the resampler."""
 
     vision: NaVitMetadata | SiglipViTMetadata
     resampler: ResamplerMetadata | FixedGridMetadata

@@ -254,8 +254,8 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
-    depend on the rest of the batch. Here they depend only on their own row. The function does not branch on the
-    tensor, so a graph can capture it.
+    depend on the rest of the batch. In this function, they depend only on their own row. The function does not branch
+    on the tensor, so a graph can capture it.
     """
     if x_NE.dtype != torch.float16:
         return x_NE

@@ -124,7 +124,10 @@ class Step3VisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """The inputs of one forward over images besides the pixels. Graphs capture the two stacks: `StackMetadata`."""
+    """The inputs of one forward over images, in addition to the pixels.
+
+    Graphs capture the two stacks: `StackMetadata`.
+    """
 
     local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
     global_rows: Tensor  # (overviews * n_g^2,) int64

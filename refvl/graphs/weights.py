@@ -9,8 +9,7 @@ ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "
 def baked_in(encoder: nn.Module) -> tuple:
     """Return the values on which a graph of `encoder` depends; if one changes, the graph must be captured again.
 
-    They are the address and dtype of each parameter, and for adapters: which are active, with what scaling, and which
-    are merged.
+    They are the address and dtype of each parameter, and the active adapters, their scaling and the merged adapters.
     """
     modules = _modules(encoder)
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]

@@ -99,7 +99,7 @@ def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Return whether transformers has a quantised checkpoint's method, because it silently ignores unknown ones."""
+    """Return whether transformers knows a quantised checkpoint's method; it silently ignores unknown methods."""
     method = getattr(text_config, "quantization_config", None)
     return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 

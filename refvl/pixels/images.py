@@ -62,7 +62,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL,
     and for a file that is truncated, larger than `limits`, or not an image. Also raises ValueError for levels outside
     these ranges, and for an array with a different shape, dtype or range. Empty images and images of a single pixel
-    raise it, too.
+    also raise it.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)

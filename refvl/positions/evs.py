@@ -90,8 +90,8 @@ def compute_mrope_for_media(
     """Return t, h, w of each merged token relative to the item's start, and the item's extent, (M, 4) int64.
 
     The extent is 1 + the largest position in the *whole* item over all axes. Later text has to skip the whole extent,
-    so every kept token carries it, even if the tokens that reached it are pruned. The defaults are for images. Raises
-    ValueError if a rate is not a finite number.
+    so every kept token carries it, even if the tokens that reached it are pruned. The default rates are for images.
+    Raises ValueError if a rate is not a finite number.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = check_number(tokens_per_second, "tokens_per_second")

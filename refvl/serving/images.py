@@ -1,7 +1,7 @@
 """The media to encode: their files, their names in a manifest, and a check whether one has changed.
 
-A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder count
-as well. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
+A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder are
+also read. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
 If only the times differ, the digest of its bytes decides whether the file has changed. So a file that was touched or
 copied counts as unchanged. A file that was overwritten by, or swapped with, a different file of the same size counts as
 changed.

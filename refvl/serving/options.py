@@ -1,4 +1,4 @@
-"""Options of `generate`: how they are read, and which ones raise an error before anything is encoded."""
+"""Options of `generate`: they are read here, and unsupported options raise an error before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`python -m refvl check-gpu`: what this GPU runs, whether results are correct, and how close times are to the floor.
+"""`python -m refvl check-gpu`: report which checks pass on this GPU, and how close its times are to the floor.
 
     environment   refvl, torch, driver, GPUs; and in words why nothing can run, if that is so
     checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
