@@ -87,7 +87,7 @@ def sample_video_frames(
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
     """Take a frame every 1 / target_fps seconds, rounded up.
 
-    Beyond max_duration, spread that number of frames evenly.
+    For a video longer than max_duration, spread max_duration * target_fps frames evenly.
     """
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
