@@ -1,7 +1,7 @@
 """The SigLIP tower in timm's layout, from top to bottom: used by MiniCPM-V 2.0.
 
     pixels (B, 3, H, W)                           padded with zeros on the right and below, to whole patches
-       | patchify one row per patch, in row-major order
+       | patchify         one row per patch, in row-major order
     patch rows (N, 3*P*P)
        | patch_embed      one matmul (a convolution with stride = kernel size)
        | + pos_embed      the learned table, resized bicubically with antialias to the image's grid

@@ -55,7 +55,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
     transparent pixels. An animation is read as its first frame.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would clip most of it to white). Pillow's mode "I" does not record how
+    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I" does not record how
     many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they count as 8 bits if no
     value is above 255, and as 16 bits if no value is above 65535. Mode "F" contains floats in [0, 1].
 
