@@ -193,7 +193,7 @@ def _limited(function: Callable) -> Callable:
 
 
 def beside(want: Any, got: Any) -> str:
-    """Return HTML that shows both values as grids of cells, from just before the first difference, which is framed.
+    """Return HTML: both values as grids of cells, from just before the first difference; cells that differ are framed.
 
     Numbers, and tensors or lists of numbers, are shown; in more than two dimensions, the last one runs to the right.
     """
