@@ -526,6 +526,8 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:  # closed by `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names need not be valid UTF-8
