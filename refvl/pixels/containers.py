@@ -78,9 +78,7 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     to_x, to_y = (c, b) if is_turned else (a, d)  # the factors for the axes of the result
     others = (a, d) if is_turned else (b, c)
     if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
-        raise ValueError(
-            f"video: {name} has a display matrix that is not a quarter turn; rotate the video before you load it"
-        )
+        raise ValueError(f"video: {name} has a display matrix that is not a quarter turn; rotate the video itself")
     image = image.swapaxes(0, 1) if is_turned else image
     return image[:: -1 if to_y < 0 else 1, :: -1 if to_x < 0 else 1]
 

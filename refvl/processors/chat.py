@@ -51,9 +51,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         self.merge_size = config.vision_config.spatial_merge_size  # the side in patches of a merge block
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
-            raise ValueError(
-                f"merge_size: config.json has spatial_merge_size={self.merge_size}, but preprocessing has {sizes}"
-            )
+            raise ValueError(f"merge_size: spatial_merge_size is {self.merge_size}, but preprocessing has {sizes}")
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":

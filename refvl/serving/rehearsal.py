@@ -29,9 +29,7 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
     for name in HUB_CODE:
         value = options.get(name, getattr(config, name, None))
         if value is not None and not (name == "num_beam_groups" and value == 1):
-            raise ValueError(
-                f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, and refvl never runs it"
-            )
+            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, never run")
     acting = (*CALLED, *FUNCTIONS)
     tried = {name: value for name, value in options.items() if name not in acting}
     if (error := _fails(language_model, tokenizer, tried)) is None:

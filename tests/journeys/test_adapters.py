@@ -363,12 +363,12 @@ BAD = {  # what is done to a saved adapter: what the error says
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
     "nan": (
         {"change": lambda s: first_key(s, lambda x: x * float("nan"))},
-        "expected finite floats, got other values in ",
+        "expected finite floats, got others in ",
     ),
     **{
         f"{dtype}": (
             {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"other values in .* has {dtype}",
+            f"others in .* has {dtype}",
         )
         for dtype in (torch.int32, torch.bool, torch.complex64)
     },

@@ -82,7 +82,7 @@ def test_every_option_is_tried():
         ({"streamer": 5}, r"streamer: expected an object with put\(\), got int"),
         (
             {"dola_layers": "low"},
-            "dola_layers: must be None, got 'low'; its code is on the hub, and refvl never runs it",
+            "dola_layers: must be None, got 'low'; its code is on the hub, never run",
         ),
         ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, "penalty_alpha: must be None, got 0.6"),
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
