@@ -1,6 +1,7 @@
 """`python -m refvl check-gpu` on the simulated device: all of it passes, and every check sees a planted mistake."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from refvl.checks import read_json
 from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.graphs.cuda import CudaGraph
 from refvl.graphs.manager import CapturedBudget
-from refvl.paths import DATA
+from refvl.paths import DATA, ROOT
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
@@ -277,6 +278,15 @@ def test_kernels_run_on_their_major_capability_from_their_minor_one_on(capabilit
     assert runner.has_kernels(capability, WHEEL) == runs
     assert runner.has_kernels((13, 0), [*WHEEL, "compute_120"])
     assert not runner.has_kernels((9, 1), ["sm_90a"])
+
+
+def test_readme_and_docs_say_which_cards_the_wheels_run_on():
+    """Oracle: the architectures of a wheel, as `too old a card` prints them."""
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/gpu.md"))
+    lowest, highest = (".".join(map(str, runner._capability(WHEEL[i]))) for i in (0, -1))
+    assert f"need compute capability {lowest} and a CUDA-13 driver" in readme
+    assert f"a driver for CUDA 13 and a GPU of compute capability {lowest} to {highest};" in page
+    assert re.search(rf"kernels for {WHEEL[0]}\s+to\s+{WHEEL[-1]} and need a CUDA-13 driver", page)
 
 
 @pytest.mark.thorough
