@@ -26,6 +26,7 @@ from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+TOWERS, QUESTIONS = gpu_checks.towers, gpu_checks.QUESTIONS  # all of them
 ONE_TEST = ("tests/cuda_sim/test_driver.py", "-k", "read_back")  # in the place of `pytest -m gpu`
 
 
@@ -109,6 +110,20 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
         assert b"28 px" not in archive.read("table.txt") and b"56 px: graph alone" in archive.read("table.txt")
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
     assert {"varlen, bfloat16, heads of 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["towers", "compiled", "answers"])
+def test_every_tower_and_every_answer(gpus, monkeypatch, tmp_path, check):
+    """The others run some of them: here, each family and each shipped model is checked and passes."""
+    monkeypatch.setattr(gpu_checks, "towers", TOWERS)
+    monkeypatch.setattr(gpu_checks, "QUESTIONS", QUESTIONS)
+    result = run(tmp_path / "check.json", check)
+    rows = result["checks"][check]["rows"]
+    assert result["passed"], [row for row in rows if not row["passed"]]
+    named = {row["check"].split(",")[0] for row in rows}
+    compiled = {name for name in TOWERS() if f"{name}, float16, compiled" in {row["check"] for row in rows}}
+    assert named == {"towers": set(TOWERS()), "compiled": compiled, "answers": set(QUESTIONS)}[check] and named
 
 
 def wrong_rotary(monkeypatch):
