@@ -108,6 +108,8 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
         assert set(archive.namelist()) == {"check.json", "table.txt", "suite.txt"}
         assert json.loads(archive.read("check.json")) == result
         assert b"28 px" not in archive.read("table.txt") and b"56 px: graph alone" in archive.read("table.txt")
+    said = "refvl commit os torch torch_cuda built_for nvidia_smi capability gpus flash_attn"  # nvidia-smi: the driver
+    assert set(said.split()) <= result["environment"].keys()
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
     assert {"varlen, bfloat16, heads of 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
 
