@@ -1,6 +1,7 @@
 """Forty bugs that only a GPU would show, planted one at a time: which of them does the simulated device see?
 
     python tests/cuda_sim/mutants.py           plant each, run its test, print the score (`make test-cuda-sim`)
+    python tests/cuda_sim/mutants.py 28-40     a part of the list, by number
     python tests/cuda_sim/mutants.py NAME ...  these alone, with what pytest says
 
 The first eighteen are from a review of the GPU path, the others from reading it once more. Nothing is written: a
@@ -9,6 +10,7 @@ reason.
 """
 
 import os
+import re
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -350,12 +352,25 @@ def preload() -> None:
     assert all((hypothesis, PIL.Image, pytest, tqdm.auto, varlen)) and "refvl" not in sys.modules
 
 
+def choose(names: list[str]) -> list[Mutant]:
+    """The mutants of these names, or of a range of numbers; ValueError if there are none."""
+    part = re.fullmatch(r"(\d+)-(\d+)", " ".join(names))
+    if part:
+        chosen = MUTANTS[int(part[1]) - 1 : int(part[2])]
+    else:
+        chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    if not chosen:
+        raise ValueError(f"names: expected names of mutants or 1-{len(MUTANTS)}, got {names}")
+    return chosen
+
+
 def main(names: list[str]) -> int:
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     preload()
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    found = find_caught([mutant for mutant in chosen if mutant.is_visible], quiet=not names)
+    chosen = choose(names)
+    by_name = {mutant.name for mutant in chosen} == set(names)
+    found = find_caught([mutant for mutant in chosen if mutant.is_visible], quiet=not by_name)
     missed = [mutant for mutant in chosen if mutant.name not in found]
     for mutant in missed:
         print(f"not caught: {mutant.name} ({'no test failed' if mutant.is_visible else mutant.test})", flush=True)

@@ -182,6 +182,7 @@ class Machine(Order):
         self.devices, self.capability = devices, capability
         self.counts: Counter[str] = Counter()
         self.traffic: Counter[torch.dtype] = Counter()  # bytes that kernels read and write
+        self.written: Counter[torch.dtype] = Counter()  # of them, those that they write
         self.capture: Capture | None = None  # the one that is going on
         self.captures: list[Capture] = []
         self.sync_debug_mode = 0
@@ -333,6 +334,8 @@ class Machine(Order):
         self.counts["kernels"] += 1
         for x in (*reads, *results):
             self.traffic[x.dtype] += x.nbytes
+        for x in results:
+            self.written[x.dtype] += x.nbytes
 
     def _workspace(self, stream: Stream, capture: Capture | None) -> Workspace:
         return self.workspaces.setdefault(stream, Workspace(capture and capture.pool))

@@ -1,6 +1,7 @@
 """`python -m refvl check-gpu` on the simulated device: all of it passes, and every check sees a planted mistake."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -20,11 +21,12 @@ from refvl.checks import read_json
 from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.graphs.cuda import CudaGraph
 from refvl.graphs.manager import CapturedBudget
-from refvl.paths import DATA
+from refvl.paths import DATA, ROOT
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+TOWERS, QUESTIONS = gpu_checks.towers, gpu_checks.QUESTIONS  # all of them
 ONE_TEST = ("tests/cuda_sim/test_driver.py", "-k", "read_back")  # in the place of `pytest -m gpu`
 
 
@@ -106,8 +108,24 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
         assert set(archive.namelist()) == {"check.json", "table.txt", "suite.txt"}
         assert json.loads(archive.read("check.json")) == result
         assert b"28 px" not in archive.read("table.txt") and b"56 px: graph alone" in archive.read("table.txt")
+    said = "refvl commit os torch torch_cuda built_for nvidia_smi capability gpus flash_attn"  # nvidia-smi: the driver
+    assert set(said.split()) <= result["environment"].keys()
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
     assert {"varlen, bfloat16, heads of 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["towers", "compiled", "answers"])
+def test_every_tower_and_every_answer(gpus, monkeypatch, tmp_path, check):
+    """The others run some of them: here, each family and each shipped model is checked and passes."""
+    monkeypatch.setattr(gpu_checks, "towers", TOWERS)
+    monkeypatch.setattr(gpu_checks, "QUESTIONS", QUESTIONS)
+    result = run(tmp_path / "check.json", check)
+    rows = result["checks"][check]["rows"]
+    assert result["passed"], [row for row in rows if not row["passed"]]
+    named = {row["check"].split(",")[0] for row in rows}
+    compiled = {name for name in TOWERS() if f"{name}, float16, compiled" in {row["check"] for row in rows}}
+    assert named == {"towers": set(TOWERS()), "compiled": compiled, "answers": set(QUESTIONS)}[check] and named
 
 
 def wrong_rotary(monkeypatch):
@@ -277,6 +295,15 @@ def test_kernels_run_on_their_major_capability_from_their_minor_one_on(capabilit
     assert runner.has_kernels(capability, WHEEL) == runs
     assert runner.has_kernels((13, 0), [*WHEEL, "compute_120"])
     assert not runner.has_kernels((9, 1), ["sm_90a"])
+
+
+def test_readme_and_docs_say_which_cards_the_wheels_run_on():
+    """Oracle: the architectures of a wheel, as `too old a card` prints them."""
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/gpu.md"))
+    lowest, highest = (".".join(map(str, runner._capability(WHEEL[i]))) for i in (0, -1))
+    assert f"need compute capability {lowest} and a CUDA-13 driver" in readme
+    assert f"a driver for CUDA 13 and a GPU of compute capability {lowest} to {highest};" in page
+    assert re.search(rf"kernels for {WHEEL[0]}\s+to\s+{WHEEL[-1]} and need a CUDA-13 driver", page)
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ Each is loaded once, with graphs; without them it is the same model with `graphs
 """
 
 import gc
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -181,17 +182,72 @@ def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):
         assert vlm.encoder.is_compiled
 
 
-def test_streams_of_old_releases_decode_without_graphs(monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """torch.compile leaves code as it is and does what "reduce-overhead" does; yields (mode, thread) of every call.
+
+    It clears the workspaces, and until 2.12 records in the thread alone that imported it.
+    """
+    calls = []
+
+    def compile_(function, mode="default", **options):
+        def run(*args, **kwargs):
+            own = threading.current_thread() is threading.main_thread()
+            calls.append((mode, own))
+            if mode != "reduce-overhead":
+                return function(*args, **kwargs)
+            assert own or torch.__version__ >= "2.13", "torch._C._is_key_in_tls(attr_name)"
+            torch._C._cuda_clearCublasWorkspaces()  # as `clear_cublas_manager` of torch does
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    return calls
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", ["graphs", "compiled"])
+def test_graphs_and_compiled_code_in_both_orders(compiled, monkeypatch, first):
+    """`graphs=True` with `compile=True`: what replays has its own workspaces, and free memory may hold anything.
+
+    Oracle: the answer of the same model on the CPU, which has neither.
+    """
+    folder, (question, media) = DATA / "checkpoints" / "tiny-qwen2_5_vl", CASES["tiny-qwen2_5_vl"]
+    cpu = refvl.load(folder, device="cpu", dtype="bfloat16", progress=False)
+    expected = cpu.trace(question, max_new_tokens=4, **media)
+    options = graph_options(cpu.encoder, expected.layouts[0])
+    with simulated_cuda() as machine:
+        vlm = refvl.load(
+            folder, device="cuda", dtype="bfloat16", graphs=options, compile=True, max_cache_len=256, progress=False
+        )
+        if first == "compiled":
+            vlm.chat("Hello", max_new_tokens=3)
+            vlm.graphs.clear()  # the next image captures
+        for _ in range(2):
+            del compiled[:]
+            assert vlm.trace(question, max_new_tokens=4, **media).token_ids == expected.token_ids
+            assert set(compiled) == {("reduce-overhead", True)} and not machine.workspaces
+            torch.cuda.empty_cache()
+            poison = torch.full((1 << 16,), torch.nan, device="cuda")
+        assert poison.isnan().all() and vlm.graphs.stats().hits == 2
+
+
+@pytest.mark.parametrize(("release", "mode"), [("2.11.0", "default"), ("2.12.1", "default"), ("2.13.0", None)])
+def test_streams_of_old_releases_decode_without_graphs(compiled, monkeypatch, release, mode):
     """torch 2.11 and 2.12 record a decode step in one thread alone. From 2.13 on transformers' own mode is used."""
-    found = []
-    vlm = refvl.load(
-        DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", compile=True, max_cache_len=256, progress=False
-    )
-    assert vlm.language_model.generation_config.max_cache_len == 256
-    monkeypatch.setattr(
-        vlm, "decode", lambda traces, count, streamer, **options: (found.append(options), streamer.end())
-    )
-    for release in ("2.12.1", "2.13.0"):
+    folder, (question, media) = DATA / "checkpoints" / "tiny-qwen2_5_vl", CASES["tiny-qwen2_5_vl"]
+    with simulated_cuda():
+        vlm = refvl.load(folder, device="cuda", dtype="bfloat16", compile=True, max_cache_len=256, progress=False)
+        assert vlm.language_model.generation_config.max_cache_len == 256
+        ask = {"max_new_tokens": 4, **media}
+        expected = vlm.chat(question, **ask)
+        assert set(compiled) == {("reduce-overhead", True)}
+        del compiled[:]
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
-        list(vlm.chat("hello", stream=True))
-    assert [getattr(options.get("compile_config"), "mode", None) for options in found] == ["default", None]
+        assert "".join(vlm.chat(question, stream=True, **ask)) == expected
+    assert set(compiled) == {(mode or "reduce-overhead", False)}

@@ -6,7 +6,7 @@ Oracle: "Asynchronous Concurrent Execution" of the CUDA programming guide, torch
 import pytest
 import torch
 from graph_families import build, distance, make_case, manager_of
-from mutants import MUTANTS
+from mutants import MUTANTS, ROOT, WANTED, choose
 from simulated_cuda import CudaError, simulated_cuda
 from simulated_order import RaceError
 
@@ -197,6 +197,22 @@ def test_a_media_cache_between_streams(machine):
 
 def test_planted_bugs_are_where_the_list_says():
     """`mutants.py` stays true to the sources."""
-    assert len({mutant.name for mutant in MUTANTS}) == 40
+    assert len({mutant.name for mutant in MUTANTS}) == 40 and WANTED == 36
     for mutant in MUTANTS:
         assert compile(mutant.source(), mutant.file, "exec")
+
+
+def test_the_score_of_planted_bugs_is_on_the_page():
+    """`docs/gpu.md` counts those that have a test; `mutants.py` fails if one of them is not caught."""
+    visible = sum(mutant.is_visible for mutant in MUTANTS)
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert f"plants forty bugs, of which it detects {visible}." in page
+    assert ("No simulation can detect the other two:" in page) == (len(MUTANTS) - visible == 2)
+
+
+def test_a_part_of_the_planted_bugs_is_chosen_by_number_or_name():
+    parts = [choose([part]) for part in ("1-14", "15-27", "28-40")]
+    assert [mutant for part in parts for mutant in part] == choose([]) == MUTANTS
+    assert choose([MUTANTS[3].name]) == [MUTANTS[3]]
+    with pytest.raises(ValueError, match="names: expected names of mutants or 1-40, got "):
+        choose(["41-50"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_agree
-from graph_families import poison
+from graph_families import build, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,11 +30,7 @@ BUDGETS, MAX_ITEMS = {"local": [3, 6, 12], "global": [4, 8, 16]}, 3
 
 @pytest.fixture(scope="module")
 def encoder():
-    torch.manual_seed(0)
-    encoder = Step3VisionEncoder(CONFIG).eval()
-    for parameter in encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return encoder
+    return build("Step3-VL")
 
 
 def new_manager(encoder, **options):

@@ -6,6 +6,7 @@ That any batch equals the eager encoder is in `contracts/test_encoders.py`, for 
 import pytest
 import torch
 from closeness import assert_agree
+from graph_families import build
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
@@ -16,11 +17,7 @@ BUDGETS, MAX_ITEMS, MAX_FRAMES = [8, 16, 32], 3, 4
 
 @pytest.fixture(scope="module")
 def encoder():
-    torch.manual_seed(0)
-    encoder = Qwen2_5_VisionTransformer(CONFIG).eval()
-    for parameter in encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.08)
-    return encoder
+    return build("Qwen2.5-VL")
 
 
 def new_manager(encoder, **options):

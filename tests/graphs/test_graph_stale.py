@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from graph_families import build
 from torch import Tensor
 
-from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.manager import CapturedBudget
 from refvl.study.stale import replay_stale
@@ -17,8 +18,7 @@ CONSTANT = {"frequencies"}  # the same for every image: they depend on the tower
 @pytest.fixture(scope="module")
 def towers() -> tuple[Qwen2_5_VisionTransformer, CapturedBudget, dict[tuple, Tensor]]:
     """The tiny tower with random weights, its graph of 16 tokens, and patch rows of both grids."""
-    torch.manual_seed(0)
-    tower = Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny()).eval()
+    tower = build("Qwen2.5-VL")
     manager = EncoderGraphManager(tower, budgets=[16], max_frames=4, progress=False, backend="trace")
     manager.capture()
     rows = {grid: torch.randn(grid[1] * grid[2], tower.config.patch_values) for grid in (BEFORE, NOW)}
