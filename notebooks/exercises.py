@@ -47,9 +47,9 @@ from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
 from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
-from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig
-from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
+from refvl.pixels.media import Video, load_image
+from refvl.pixels.patches import Levels, PatchConfig, level_table
+from refvl.pixels.slices import SliceConfig, plan_slices, slice_grid, slice_rows
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -977,14 +977,24 @@ def check_join_order(function: Callable) -> str:
 
 
 def _ask_slice_boxes(function: Callable) -> list[Said]:
-    def ours(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
+    model, requests, said = _tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"), []
+    config = model.processor.image_config
+    for request in requests:
+        image = load_image(request.arguments["images"][0])
+        plan = plan_slices(*image.size, config)
         (columns, rows), (width, height) = plan.grid, plan.cell
         enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
         overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
-        return [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
-
-    with mock.patch("refvl.pixels.slices.cut_slices", ours):
-        return _asked(_tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"))
+        parts = [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
+        cut = torch.cat(
+            [slice_rows(torch.from_numpy(np.array(part)).permute(2, 0, 1), plan.patch_size) for part in parts]
+        )
+        pixels = Levels(cut.unflatten(1, (3, 1, -1)), level_table(config)).normalize()
+        run = model.trace(
+            **request.arguments, max_new_tokens=16, replace={"patchify": lambda _, pixels=pixels: [pixels]}
+        )
+        said.append(run.text)
+    return _paired(requests, said)
 
 
 @exercise(

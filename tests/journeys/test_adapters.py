@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from itertools import chain
 
@@ -503,6 +504,17 @@ def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first
     for name, folder in [("first", a)] * first + [("default", b)]:
         adapters.attach(fresh, folder, name=name)
     assert vlm.trace(**QUESTION).token_ids == fresh.trace(**QUESTION).token_ids
+
+
+def test_a_folder_whose_name_looks_like_a_hub_id_is_a_folder(qwen, saved, tmp_path, monkeypatch):
+    """Oracle: the same adapter by its absolute path."""
+    _, (folder, _) = saved
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "org" / "name")
+    ours, want = load(qwen), load(qwen)
+    adapters.attach(ours, "org/name")
+    adapters.attach(want, folder)
+    assert ours.trace(**QUESTION).token_ids == want.trace(**QUESTION).token_ids
 
 
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
