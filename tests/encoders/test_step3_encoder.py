@@ -170,7 +170,7 @@ def test_configs_of_every_kind():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"hidden_act": "gelu"}, ValueError, "hidden_act: the tower is written for 'quick_gelu', got 'gelu'"),
+        ({"hidden_act": "gelu"}, ValueError, "hidden_act: expected 'quick_gelu', got 'gelu'"),
         ({"hidden_size": 50, "num_attention_heads": 4}, ValueError, "hidden_size: must be a multiple of"),
         ({"image_size": 20}, ValueError, "image_size: must be at least two patches"),
         ({"crop_size": 27}, ValueError, "crop_size: must be at least two patches of 14, got 27"),

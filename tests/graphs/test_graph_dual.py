@@ -284,9 +284,9 @@ def test_rows_that_do_not_match(manager):
 def test_a_path_takes_squares_of_its_own_size_only(encoder):
     local = encoder.paths["local"]
     assert local.item_size((3, 4, 4)) == (48, 3, 3)
-    with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 6 x 6"):
+    with pytest.raises(ValueError, match="expected squares of 4 x 4 patches, got 6 x 6"):
         local.item_size((1, 6, 6))
-    with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 2 x 4"):  # smaller ones, too
+    with pytest.raises(ValueError, match="expected squares of 4 x 4 patches, got 2 x 4"):  # smaller ones, too
         local.item_size((1, 2, 4))
     assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
 

@@ -361,11 +361,14 @@ BAD = {  # what is done to a saved adapter: what the error says
     "another model's layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*"),
     "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "do not fit: .* -> "),
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
-    "nan": ({"change": lambda s: first_key(s, lambda x: x * float("nan"))}, "expected finite floats, got others in "),
+    "nan": (
+        {"change": lambda s: first_key(s, lambda x: x * float("nan"))},
+        "expected finite floats, got other values in ",
+    ),
     **{
         f"{dtype}": (
             {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"others in .* has {dtype}",
+            f"other values in .* has {dtype}",
         )
         for dtype in (torch.int32, torch.bool, torch.complex64)
     },

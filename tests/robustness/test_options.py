@@ -61,7 +61,10 @@ def test_every_option_with_every_kind_of_value(name, option):
         ({"generation_config": 5}, "generation_config: expected a GenerationConfig, got int"),
         ({"do_sample": True, "forced_eos_token_id": 10**9}, "forced_eos_token_id: generate refuses 1000000000: "),
         ({"streamer": 5}, r"streamer: expected an object with put\(\), got int"),
-        ({"dola_layers": "low"}, "dola_layers: must be None, got 'low'; its code is on the hub, never run"),
+        (
+            {"dola_layers": "low"},
+            "dola_layers: must be None, got 'low'; its code is on the hub, and refvl never runs it",
+        ),
         ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, "penalty_alpha: must be None, got 0.6"),
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
         ({"use_cache": 0}, "use_cache: expected True, because without a cache"),

@@ -23,7 +23,8 @@ from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
 from refvl.study.report import layout_text
-from refvl.tools.cli import Benchmark, Stopped, report_mistakes
+from refvl.tools.cli import Benchmark, Console, Stopped, report_mistakes
+from refvl.tools.demo import show
 
 LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
@@ -305,3 +306,13 @@ def test_help_for_nobody_ends_quietly(arguments):
 def test_bench_says_what_it_cannot_do(shell, monkeypatch, words, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert shell("bench", "tower", *words) == (1, "", f"refvl: {said}\n")
+
+
+def test_demo_without_matplotlib_answers_and_names_the_extra(tmp_path, monkeypatch):
+    """An installed wheel has no matplotlib unless an extra brings it. Oracle: the answers of data/README.md."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown = io.StringIO()
+    show(Console(markup=True, file=shown, width=120), tmp_path / "figures", "tiny-qwen2_5_vl", "cpu")
+    assert "What color is the circle? red" in shown.getvalue()
+    assert shown.getvalue().endswith("figures: need matplotlib; pip install 'refvl[notebooks]'\n")
+    assert not (tmp_path / "figures").exists()
