@@ -34,13 +34,16 @@ CONTRAST = """() => {
   }).filter(([ratio]) => ratio < 4.5);
 }"""
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
-# one step of the slider with the most options, to and fro; milliseconds until the second frame was painted
+# one step of the slider with the most options, or of the menu if there is none, to and fro; milliseconds until the
+# second frame was painted
 TIMED = """async (root, steps) => {
   const sliders = [...root.querySelectorAll('input[type=range]')];
-  const slider = sliders.reduce((a, b) => (+b.max > +a.max ? b : a)), times = [];
+  const last = control => +(control.max ?? control.options.length - 1), times = [];
+  const offered = sliders.length ? sliders : [...root.querySelectorAll('select')];
+  const slider = offered.reduce((a, b) => (last(b) > last(a) ? b : a));
   for (let i = 0; i < steps; i++) {
     const start = performance.now();
-    slider.value = +slider.value + (i % 2 || slider.value === slider.max ? -1 : 1);
+    slider.value = +slider.value + (i % 2 || +slider.value === last(slider) ? -1 : 1);
     slider.dispatchEvent(new Event('input', { bubbles: true }));
     await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
     times.push(performance.now() - start);

@@ -171,11 +171,11 @@ def test_states_move_unless_the_reader_wants_no_motion(opened, motion):
     assert (seen[0] == seen[1]) == (motion == "reduce")
 
 
-CELLS = """const { fillRect } = CanvasRenderingContext2D.prototype;
-window.cells = [];
+BARS = """const { fillRect } = CanvasRenderingContext2D.prototype;
+window.bars = [];
 CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
-  const root = this.canvas.closest?.('.refvl');
-  if (h === 14 || h === 28) window.cells.push([this.fillStyle, root?.style.getPropertyValue('--empty')]);
+  const style = this.canvas.closest?.('.refvl')?.style;
+  if (style && this.fillStyle === style.getPropertyValue('--highlight') && h !== 5 && w < 20) window.bars.push(h);
   return fillRect.call(this, x, y, w, h);
 };"""
 
@@ -183,18 +183,18 @@ CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("file", ["graph"], indirect=True)
 def test_the_most_wrong_stands_out_most(opened, theme):
-    """Contrast with an operation that is right, by the error of the operation; at least that of a mark."""
-    page = opened(WATCH, CELLS, viewport={"width": 1400, "height": 900}, color_scheme=theme)
-    page.evaluate("window.cells.length = 0")
+    """The orange bar of an operation is as tall as its error, and absent without one; its contrast is at least 3."""
+    page = opened(WATCH, BARS, viewport={"width": 1400, "height": 900}, color_scheme=theme, reduced_motion="reduce")
+    page.evaluate("window.bars.length = 0")
     page.locator("canvas[role=application]").first.press("ArrowRight")
     shown(page.locator(".refvl"))
     errors = page.evaluate("document.querySelector('.refvl').read().operations")
-    seen = page.evaluate("window.cells.map(([color, empty]) => contrast(color, empty))")[: len(errors)]
-    by_error = [contrast for error, contrast in sorted(zip(errors, seen, strict=True)) if error]
-    assert len(by_error) > 20 and by_error[0] >= 3 and by_error[-1] > 1.5 * by_error[0]
-    # a channel of 8 bits moves a contrast of 10 by less than a hundredth
-    assert all(more > 0.99 * less for less, more in itertools.pairwise(by_error))
-    assert {round(contrast, 3) for error, contrast in zip(errors, seen, strict=True) if not error} == {1}
+    heights = page.evaluate("window.bars")[: len(errors)]
+    by_error = [height for error, height in sorted(zip(errors, heights, strict=True)) if error]
+    assert len(by_error) > 20 and by_error[0] >= 4 and by_error[-1] > 3 * by_error[0]
+    assert all(more >= less for less, more in itertools.pairwise(by_error))
+    assert {height for error, height in zip(errors, heights, strict=True) if not error} == {0}
+    assert page.evaluate(f"contrast('{THEMES[theme]['highlight']}', '{THEMES[theme]['empty']}')") >= 3
 
 
 @pytest.mark.parametrize("file", ["positions"], indirect=True)

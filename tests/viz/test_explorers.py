@@ -147,13 +147,14 @@ def test_the_sentence_follows_the_state(name):
 
 @each_explorer
 def test_a_page_asks_and_tells(name):
-    """Its question, what to try and what to remember: plain sentences of at most 25 words, each explorer's own."""
+    """Its question, its terms, what to try and to remember: sentences of at most 25 words, each explorer's own."""
     explorer, text = make(name), html.unescape(page(make(name)))
+    terms = re.split(r"(?<=[.]) (?=[A-Z])", explorer.terms)
     said = [explorer.asks, explorer.action, explorer.takeaway]
-    assert explorer.asks.endswith("?") and explorer.action.endswith(".") and explorer.takeaway.endswith(".")
-    assert all(sentence in text and len(sentence.split()) <= 25 for sentence in said)
-    assert not any(sentence in (other.asks, other.takeaway) for other in map(make, GALLERY) if other is not explorer
-                   for sentence in said)  # fmt: skip
+    assert explorer.asks.endswith("?") and all(words.endswith(".") for words in (*said[1:], *terms))
+    assert all(sentence in text and len(sentence.split()) <= 25 for sentence in said + terms)
+    others = [other for other in map(make, GALLERY) if other is not explorer]
+    assert not any(sentence in (other.asks, other.terms, other.takeaway) for other in others for sentence in said)
 
 
 @each_explorer

@@ -8,6 +8,7 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
            _esm = module("NAME")
            title = "What it is"
            asks = "What does it answer?"          # its page begins with these
+           terms = "A budget is the largest number of tokens."
            action = "Drag the budget."
            takeaway = "More tokens, more windows."    # and ends with this sentence
 

@@ -71,18 +71,18 @@ export default explorer(view => {
   });
 
   // how much faster every number of ranks is, by both rules
-  const H = 280, SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
+  const H = () => (view.big ? 360 : 280), SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
   const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
   view.canvas({
     name: () => "how many times as fast as one rank: by size and by count, for every number of ranks",
     caption: () => `How many times as fast as one rank, with these ${sizes().length} items; drag to change the number of ranks. Thin line: ideal scaling`,
-    size: () => [C(), H],
+    size: () => [C(), H()],
     drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
     draw(pen, width, height) {
       const y = speed => height - 24 - (speed - 1) * (height - 44) / Math.max(1, most() - 1);
       pen.textBaseline = "middle"; pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.fillStyle = view.colors.muted;
       for (let n = 1; n <= most(); n++) {
-        pen.textAlign = "center"; pen.fillText(n, column(n), height - 8);
+        pen.textAlign = "center"; pen.fillText(n === most() && most() > 1 ? `${n} ranks` : n, column(n), height - 8);
         if (n % 2) { pen.textAlign = "right"; pen.fillText(`${n} x`, SIDE - 6, y(n)); }
       }
       pen.beginPath(); pen.moveTo(column(1), y(1)); pen.lineTo(column(most()), y(most())); pen.stroke();

@@ -21,6 +21,7 @@ class AssignmentExplorer(Explorer):
     _esm = module("assignment")
     title = "Who encodes what"
     asks = "Which device (rank) encodes which image?"
+    terms = "Each device, or rank, has a copy of the image encoder. The answer waits until all images are encoded."
     action = 'Choose "by count" instead of "by size" and see which ranks wait. Then drag the chart to more ranks.'
     takeaway = "All devices wait for the one with the most patches, so balance the sizes of images, not their number."
 

@@ -3,7 +3,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = () => (view.big ? 110 : 60);
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = () => (view.big ? 110 : 60), ROOF = 18;
   const asked = () => view.shared.questions[view.place("question")];
   const token = () => view.place("token"), merge = () => view.shared.merge;
   const cell = () => W() / Math.max(...asked().grid);
@@ -53,6 +53,7 @@ export default explorer(view => {
     pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
 
+  view.column("1. The answer looks at the image");
   view.canvas({
     name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
       `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} of its attention goes to the image. Bright: where it looks`,
@@ -67,11 +68,11 @@ export default explorer(view => {
     },
   });
 
-  view.canvas({
-    name: () => {
+  const seeing = { name: () => {
       const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole image";
-      return `The tower (image encoder), block ${view.option("block")} (${inside}), ${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}: ` +
-        (view.item < 0 ? "point at a patch" : `the attention of patch ${view.item} to the others`);
+      return `Before there were tokens: in the tower, the image encoder, patches look at patches. Block ${view.option("block")} (${inside}), ` +
+        `${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}` +
+        (view.item < 0 ? ": point at a patch" : ": bright is what the framed patch looks at") + (inside === "windows" ? ". White lines: borders of windows" : "");
     },
     size, at, step,
     draw(pen, width, height) {
@@ -94,12 +95,13 @@ export default explorer(view => {
       }
       if (view.item >= 0) frame(pen, view.item, c, "#000");
     },
-  });
+  };
 
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
+  view.column("2. The same in every layer and head");
   view.canvas({
-    name: () => `Every layer and head: the darker an image token, the more attention "${asked().answer[token()]}" pays to it`,
+    name: () => `The darker an image token, the more attention "${asked().answer[token()]}" pays to it. A pale map: the head looks at the text. Choose one`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -133,10 +135,14 @@ export default explorer(view => {
     },
   });
 
+  view.column("3. Earlier: inside the image encoder (tower)");
+  view.canvas(seeing);
+
+  view.column();
   view.canvas({
     name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "Attention over the whole prompt: text tokens and image tokens",
-    size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), BARS() + 84],
+    size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), ROOF + BARS() + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
       all.forEach((part, i) => {
@@ -144,10 +150,15 @@ export default explorer(view => {
         pen.fillStyle = view.item >= 0 && i === first + token_of(view.item) ? view.colors.highlight
           : view.colors[inside ? "image" : "text"];
         const high = view.ease(`bar ${i}`, BARS() * part / Math.max(1, most));
-        pen.fillRect(i * wide + 1, BARS() - high, Math.max(1, wide - 2), high);
-        pen.fillRect(i * wide + 1, BARS(), Math.max(1, wide - 2), 2);
+        pen.fillRect(i * wide + 1, ROOF + BARS() - high, Math.max(1, wide - 2), high);
+        pen.fillRect(i * wide + 1, ROOF + BARS(), Math.max(1, wide - 2), 2);
+        if (part === most) {
+          const half = pen.measureText(percent(part / FULL)).width / 2 + 2;
+          pen.fillStyle = view.colors.ink; pen.textAlign = "center"; pen.textBaseline = "top";
+          pen.fillText(percent(part / FULL), Math.max(half, Math.min(width - half, (i + 0.5) * wide)), 0);
+        }
         if (wide < 9) return;
-        pen.save(); pen.translate((i + 0.5) * wide, BARS() + 6); pen.rotate(Math.PI / 2);
+        pen.save(); pen.translate((i + 0.5) * wide, ROOF + BARS() + 6); pen.rotate(Math.PI / 2);
         pen.font = "11px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
         pen.fillStyle = view.colors.ink;
         pen.fillText(inside ? i - first : asked().words[i].replace(/^<\|(.*)\|>$/, "$1").slice(0, 12), 0, 0); pen.restore();

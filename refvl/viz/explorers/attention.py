@@ -14,8 +14,8 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
-    "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
-    "block": "tower block", "tower_head": "tower head",
+    "question": "question", "token": "word of the answer, number", "layer": "layer", "head": "head",
+    "block": "encoder block", "tower_head": "encoder head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
 
@@ -29,6 +29,10 @@ class AttentionExplorer(WatchedExplorer):
     _esm = module("attention")
     title = "Where does it look"
     asks = "Where does the model look when it answers?"
+    terms = (
+        "The prompt consists of tokens, pieces of text or of the image. In each layer of the model, several heads "
+        "weigh all earlier tokens."
+    )
     action = "Choose another head in the small maps: most heads ignore the circle. Then choose another question."
     takeaway = "A few heads find the object in question; most heads look elsewhere."
 

@@ -64,10 +64,11 @@ class Explorer(anywidget.AnyWidget):
 
     index: the current state. selected: the item that the reader chose in it, -1 for none; the subclass defines its
     items. The reader and Python both set them. Raises ValueError for states and rows that do not fit.
-    asks, action, takeaway: the question of its page, the suggestion to try, and the final sentence.
+    asks, terms, action, takeaway: the question of its page, its terms explained, the suggestion to try, and the final
+    sentence.
     """
 
-    title = asks = action = takeaway = "Explorer"
+    title = asks = terms = action = takeaway = "Explorer"
 
     index = traitlets.Int(0).tag(sync=True)
     selected = traitlets.Int(-1).tag(sync=True)

@@ -51,7 +51,7 @@ export default explorer(view => {
   const BLOCKS = () => (view.big ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
   view.canvas({
     name: () => `the ${depth} blocks of the tower: ${full()} over the full frame`,
-    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue) or over the full frame (purple)`,
+    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue, a thin line on top) or over the full frame (purple)`,
     size: () => [BLOCKS(), HIGH()],
     drag(x) {
       const wanted = x / BLOCKS() * depth, options = view.options("full");

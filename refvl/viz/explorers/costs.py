@@ -26,6 +26,10 @@ class CostsExplorer(Explorer):
     _esm = module("costs")
     title = "Windows or full frames"
     asks = "What does it cost if every patch may attend to every other?"
+    terms = (
+        "The image encoder is a stack of blocks. In some, a patch attends only to the patches of its own window, a "
+        "small square."
+    )
     action = "Drag the chart to a larger image. Then press in the bars to give more blocks the full frame."
     takeaway = (
         "Full attention grows with the square of the pixel count, windows only linearly, so Qwen2.5-VL uses full "

@@ -6,7 +6,7 @@ export default explorer(view => {
   const { blocks, depth, layers, questions } = view.shared;
   const asked = () => questions[view.place("question")], thw = () => asked().thw;
   const per_step = () => thw()[1] * thw()[2], count = () => thw()[0] * per_step();
-  const wide = () => Math.min(thw()[0] > 1 ? 164 : 240, (view.fit(520) - GAP * (thw()[0] - 1)) / thw()[0]);
+  const wide = () => Math.min(thw()[0] > 1 ? 168 : 240, (view.fit(520) - GAP * (thw()[0] - 1)) / thw()[0]);
   const cell = () => { const [first] = asked().frames; return [wide() / thw()[2], wide() * first.height / first.width / thw()[1]]; };
   const corner = token => {
     const step = Math.floor(token / per_step()), inside = token % per_step(), [w, h] = cell();
@@ -45,12 +45,12 @@ export default explorer(view => {
   });
 
   // the way: blocks on the left, layers on the right, both from the bottom up
-  const BOX = 36, ROW = 52, LEFT = () => (narrow() ? 100 : 130), RIGHT = LEFT, rows = Math.max(depth, layers + 1);
+  const BOX = 40, ROW = narrow() ? 52 : 66, LEFT = () => (narrow() ? 100 : 130), RIGHT = LEFT, rows = Math.max(depth, layers + 1);
   const high = row => (rows - row - 1) * ROW + 10;
   view.canvas({
     name: () => `the tower's blocks, the language layers, and the features that go from one to the other: ${view.option("kept")}`,
     caption: () => "Left: the blocks of the tower, from the bottom up. Right: the layers of the language model. Dashed: features left out" +
-      (view.item < 0 ? "" : ". Numbers: the norm of the features that the chosen token receives"),
+      (view.item < 0 ? "" : ". Numbers: the norm (length) of what the chosen token receives"),
     size: () => [view.fit(520), rows * ROW + 8],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.textAlign = "center";
@@ -67,7 +67,7 @@ export default explorer(view => {
         pen.setLineDash([]);
         if (on) { pen.beginPath(); pen.moveTo(x1, y1); pen.lineTo(x1 - 12, y1 - 6); pen.lineTo(x1 - 12, y1 + 6); pen.fill(); }
         if (view.item < 0) return;
-        const text = on ? size(feature, view.item).toFixed(1) : "0", x = x1 - (narrow() ? 40 : 60);
+        const text = on ? size(feature, view.item).toFixed(1) : "0", x = x1 - (narrow() ? 32 : 44);
         pen.font = "bold 13px sans-serif"; pen.lineWidth = 5; pen.strokeStyle = view.colors.surface;
         pen.strokeText(text, x, y1 - 12); pen.fillStyle = view.colors.ink; pen.fillText(text, x, y1 - 12);
         pen.font = "13px sans-serif";
@@ -85,7 +85,7 @@ export default explorer(view => {
   });
 
   view.column();
-  const LINE = 48, W = () => view.fit(430);
+  const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // beside the way, if there is room
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
     caption: () => "The answer to each choice of features; press a line",
@@ -109,7 +109,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `with ${view.option("kept")} it says "${view.row.answer}"; its first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
-    caption: () => `The probability of the first word, with ${view.option("kept")}`,
+    caption: () => `The probability of the first word, with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
     size: () => [W(), 62 + asked().words.length * 34],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.font = "bold 28px sans-serif";

@@ -42,6 +42,10 @@ class DeepstackExplorer(Explorer):
     _esm = module("deepstack")
     title = "DeepStack"
     asks = "What does the language model lose without the tower's earlier blocks?"
+    terms = (
+        "The tower is the image encoder. Its last block makes the embeddings that the language model reads as "
+        "tokens; earlier blocks make features."
+    )
     action = 'Choose "all features" in the list, and the answer becomes correct. Then choose the image.'
     takeaway = (
         "DeepStack adds features of earlier tower blocks to the first language layers. Without them, this model "

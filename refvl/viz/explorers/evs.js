@@ -25,7 +25,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${clip().prompt || "A video."} At q = ${view.option("q")}, EVS (efficient video sampling) keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    name: () => `${clip().prompt || "A video."} At q = ${view.option("q")}, EVS keeps ${sum(view.row.keep)} of ${count()} tokens; the others are faded`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
     at,
     step: (item, dx, dy) => {
@@ -57,20 +57,18 @@ export default explorer(view => {
 
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
-    name: () => "what is left: tokens of the video, tokens of the prompt, pairs that attend in a layer",
-    size: () => [240, 90],
+    name: () => "what is left: tokens of the video, tokens of the prompt, pairs of tokens that attention compares",
+    size: () => [240, 132],
     draw(pen, width) {
       const full = length(), left = view.row.tokens;
       [["video", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
         .forEach(([name, now, before], i) => {
-          const y = 30 * i + 4;
-          pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
-          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * view.ease(name, now / before), 18);
-          pen.font = "12px sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
-          pen.textAlign = "left"; pen.fillText(name, 0, y + 9);
-          pen.font = "bold 12px sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
-          pen.strokeStyle = view.colors.surface; pen.strokeText(`${now} of ${before}`, width - 5, y + 9);
-          pen.fillText(`${now} of ${before}`, width - 5, y + 9);
+          const y = 44 * i;
+          pen.font = "13px sans-serif"; pen.textBaseline = "top"; pen.fillStyle = view.colors.ink;
+          pen.textAlign = "left"; pen.fillText(name, 0, y);
+          pen.font = "bold 13px sans-serif"; pen.textAlign = "right"; pen.fillText(`${now} of ${before}`, width, y);
+          pen.fillStyle = view.colors.empty; pen.fillRect(0, y + 18, width, 14);
+          pen.fillStyle = view.colors.kept; pen.fillRect(0, y + 18, width * view.ease(name, now / before), 14);
         });
     },
   });
@@ -79,7 +77,8 @@ export default explorer(view => {
   const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // of the words; colours are taken
   view.canvas({
     name: () => clip().words.length
-      ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
+      ? `the model says "${view.row.answer}". Probability of its first word at every q; now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
+        (clip().words.includes("Ask") ? '. "Ask me about ...": it declines to answer' : "")
       : "no model was asked: viz.explore_evs takes one",
     size: () => [WIDE(), clip().words.length ? CHART() : 1],
     drag(x) {
@@ -119,29 +118,46 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, each at its original t, h, w`,
+    name: () => `the ${view.row.tokens} tokens left of ${length()} in the prompt, from left to right, and their positions t (time), h (height), w (width) upward: each keeps its own`,
     size: () => [WIDE(), CHART()],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
       return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
     },
     draw(pen, width, height) {
-      const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
+      const wide = (width - LEFT - 4) / length(), high = value => height - 40 - value / Math.max(1, most()) * (height - 62);
       pen.font = "11px sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
-      for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
-      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned token", LEFT, height - 6);
+      const tick = most() < 20 ? 5 : 10;
+      for (let value = 0; value <= most(); value += tick) {
+        pen.fillText(value, LEFT - 5, high(value));
+        pen.globalAlpha = 0.4; pen.fillRect(LEFT, high(value), width - LEFT, 1); pen.globalAlpha = 1;
+      }
+      view.row.kept.forEach((kept, token) => {  // the prompt below: text, video, and gaps
+        pen.fillStyle = view.colors[kept ? (clip().is_clip[token] ? "video" : "text") : "empty"];
+        pen.fillRect(LEFT + token * wide, height - 32, wide - 0.5, 12);
+      });
+      pen.textBaseline = "top"; pen.font = "12px sans-serif";
+      let from = 0;
+      for (let token = 1; token <= length(); token++) {
+        if (token < length() && clip().is_clip[token] === clip().is_clip[from]) continue;
+        const name = clip().is_clip[from] ? "video" : "text";
+        pen.textAlign = "center"; pen.fillStyle = view.colors.ink;
+        if ((token - from) * wide > pen.measureText(name).width) pen.fillText(name, LEFT + (from + token) / 2 * wide, height - 16);
+        from = token;
+      }
+      pen.textAlign = "left"; pen.font = "bold 12px sans-serif";
       ["t", "h", "w"].forEach((axis, i) => {
-        pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
+        pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(["t: time", "h: height", "w: width"][i], LEFT + 8 + 66 * i, 2);
         pen.fillStyle = view.colors[axis];
         view.row.kept.forEach((kept, token) => {
           if (!kept) return;
-          const side = 7 - 2 * i;  // where axes agree, the later is drawn on top
+          const side = Math.min(1.6 * wide, 10) - 2.5 * i;  // where axes agree, the later is drawn on top
           pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
         });
       });
       if (view.item < 0) return;
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 2;
-      pen.strokeRect(LEFT + place(view.item) * wide, 16, wide, height - 36);
+      pen.strokeRect(LEFT + place(view.item) * wide - 1, 20, wide + 2, height - 39);
     },
   });
 

@@ -26,6 +26,10 @@ class EvsExplorer(Explorer):
     _esm = module("evs")
     title = "EVS with the answer"
     asks = "How many tokens of a video can be dropped before the answer breaks?"
+    terms = (
+        "EVS, efficient video sampling, drops a share q of the video's tokens: those that differ least from the "
+        "frame before."
+    )
     action = "Press play, or drag across the curve of the answer."
     takeaway = "Half of the tokens can go because they repeat the frame before; drop too many, and the answer breaks."
 

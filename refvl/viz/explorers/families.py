@@ -17,6 +17,7 @@ class FamiliesExplorer(Explorer):
     _esm = module("families")
     title = "Family race"
     asks = "What does the same image cost in each family?"
+    terms = "A family is a series of models with the same kind of image encoder, such as Qwen2.5-VL or MiniCPM-V."
     action = "Drag across a chart to make the image larger: some families stop growing, others do not."
     takeaway = (
         "The family decides the price: at 1344 px, Qwen2.5-VL makes 2,304 tokens of the image, MiniCPM-V only 640."

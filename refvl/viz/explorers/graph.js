@@ -12,20 +12,16 @@ export default explorer(view => {
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
   const stale = () => view.place("stale") - 1;
   const label = (name, line) => ({ "": line < groups.length / 2 ? "tower, start" : "tower, end", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
-  const channels = color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16));
-  function level(value) {  // from orange to ink: a larger error stands out more, in both themes
-    const [least, most] = [view.colors.highlight, view.colors.ink].map(channels);
-    return `rgb(${least.map((c, i) => Math.round(c + (most[i] - c) * value / 255)).join(" ")})`;
-  }
+  const bar = level => 4 + (CELL() - 4) * level / 255;  // the height of an error
   const percent = share => `${(100 * share).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
   const wrong = () => view.row.operations.findIndex(v => v > 0);
 
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "Each square is an operation; those with a mark below read a buffer. Every result is correct"
-      : `Each square is an operation; a mark below it: it reads a buffer (orange: ${buffers[stale()].name}). Gray: a correct result. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: incorrect, slightly to completely; ` +
-        `the first is operation ${wrong()}`,
+      ? "The operations of the image encoder, from left to right. A green mark: it reads a buffer. Every result is correct"
+      : `The operations of the image encoder, from left to right. Gray: a correct result, because nothing stale has reached it. Orange: an incorrect one; the taller, the larger the error ` +
+        `(on a logarithmic scale, up to 100 % of the result). Marks below: it reads ${buffers[stale()].name} (orange) or another buffer (green). The first error is in operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
       const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());
@@ -43,8 +39,9 @@ export default explorer(view => {
         pen.fillStyle = view.colors.ink; pen.fillText(label(group.name, line), 0, y + CELL() / 2 + 2);
         for (let k = 0; k < group.count; k++) {
           const i = starts[line] + k, x = NAME + k * cell(), error = view.row.operations[i];
-          pen.fillStyle = error ? level(error) : view.colors.empty;
-          pen.fillRect(x, y + 2, cell() - 1, CELL());
+          pen.fillStyle = view.colors.empty; pen.fillRect(x, y + 2, cell() - 1, CELL());
+          const high = view.ease(`error ${i}`, error ? bar(error) : 0);
+          pen.fillStyle = view.colors.highlight; pen.fillRect(x, y + 2 + CELL() - high, cell() - 1, high);
           for (let b = 0; b < buffers.length; b++) if (reader(i, b)) {
             pen.fillStyle = b === stale() ? view.colors.highlight : view.colors.kept;
             pen.fillRect(x, y + CELL() + 3, cell() - 1, b === stale() ? 5 : 3);
@@ -60,7 +57,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "the static buffers; lit: read by the operation",
-    caption: () => "The static buffers. Filled: read by the chosen operation. Dashed: not refilled",
+    caption: () => "The buffers of the graph, with their sizes. Filled: read by the framed operation. Dashed: not refilled",
     size: () => [BUFFERS(), buffers.length * CHIP()],
     draw(pen) {
       pen.textBaseline = "middle";
@@ -85,7 +82,7 @@ export default explorer(view => {
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
   picture(() => "the image before: a stale buffer still contains its data", "before");
-  picture(() => "the image now, with the error of each token's embedding relative to its norm", "image", (pen, width, height) => {
+  picture(() => "the image now: how far each token's result is from the correct one; 100 %: no better than zeros", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {

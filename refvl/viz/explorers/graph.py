@@ -33,6 +33,10 @@ class GraphExplorer(Explorer):
     _esm = module("graph")
     title = "Graph step-through"
     asks = "What happens if a buffer is not refilled before a CUDA graph is replayed?"
+    terms = (
+        "A CUDA graph is a recorded list of GPU operations. A replay runs it again on fixed memory, its buffers, "
+        "which must first be refilled with the new image."
+    )
     action = "Drag the slider through the buffers and read the model's answer for each."
     takeaway = "A stale buffer raises no error: the graph replays, and the model can be just as sure of a wrong answer."
 

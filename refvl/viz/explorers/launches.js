@@ -2,8 +2,8 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const LANES = ["host", "eager", "replay"], LEFT = 8, RIGHT = 20, HEAD = 22, HIGH = 44, GAP = 14, BOTTOM = 24;
-  const W = () => view.fit(1120), top = lane => HEAD + lane * (HIGH + HEAD + GAP);
+  const LANES = ["host", "eager", "replay"], LEFT = 8, RIGHT = 20, HEAD = 22, GAP = 14, BOTTOM = 24;
+  const HIGH = () => (view.big ? 150 : 56), W = () => view.fit(1120), top = lane => HEAD + lane * (HIGH() + HEAD + GAP);
   const count = () => view.row.host.shape[0];
   const times = (name, i) => [view.row[name][2 * i], view.row[name][2 * i + 1]];
   const end = name => view.row[name].at(-1);
@@ -15,7 +15,7 @@ export default explorer(view => {
     `device, replay: one launch, done after ${us(end("replay"))}`,
   ];
   const operation_at = (px, py) => {
-    const lane = LANES.findIndex((_, i) => py >= top(i) && py < top(i) + HIGH), time = (px - LEFT) / scale();
+    const lane = LANES.findIndex((_, i) => py >= top(i) && py < top(i) + HIGH()), time = (px - LEFT) / scale();
     if (lane < 0) return -1;
     for (let i = 0; i < count(); i++) {
       const [start, stop] = times(LANES[lane], i);
@@ -27,7 +27,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `${titles().join("; ")}`,
     caption: () => "Time runs to the right. Each bar is one launch (gray) or one operation on the device",
-    size: () => [W(), top(LANES.length - 1) + HIGH + BOTTOM],
+    size: () => [W(), top(LANES.length - 1) + HIGH() + BOTTOM],
     at: operation_at,
     step: (i, dx) => i + dx,
     draw(pen, width, height) {
@@ -38,11 +38,11 @@ export default explorer(view => {
         for (let i = 0; i < count(); i++) {
           const [start, stop] = times(name, i).map((time, k) => view.ease(`${name} ${i} ${k}`, time));
           pen.fillStyle = view.colors[i === view.item ? "highlight" : name === "host" ? "text" : name === "eager" ? "image" : "kept"];
-          pen.fillRect(LEFT + start * unit, top(lane), Math.max(1, (stop - start) * unit - 1.5), HIGH);
+          pen.fillRect(LEFT + start * unit, top(lane), Math.max(1, (stop - start) * unit - 1.5), HIGH());
         }
         if (name !== "replay") return;
         const launched = view.ease("launch", times(name, 0)[0]);
-        pen.fillStyle = view.colors.text; pen.fillRect(LEFT, top(lane) + HIGH / 3, launched * unit - 1.5, HIGH / 3);
+        pen.fillStyle = view.colors.text; pen.fillRect(LEFT, top(lane) + HIGH() / 3, launched * unit - 1.5, HIGH() / 3);
       });
       const longest = Math.max(end("eager"), end("replay")), every = [1, 2, 5, 10, 20, 50].find(n => longest / n <= 10);
       pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "center";

@@ -19,6 +19,10 @@ class LaunchesExplorer(Explorer):
     _esm = module("launches")
     title = "Host and device"
     asks = "When does a graph make a model faster?"
+    terms = (
+        "The host (CPU) launches each operation of the device (GPU). A CUDA graph records many operations; one "
+        "launch replays them all."
+    )
     action = "Drag the cost of a launch down, until the device no longer waits."
     takeaway = "Eagerly, the slower of host and device decides; a replay launches once, so only the device decides."
 

@@ -1,11 +1,9 @@
-// The key's position, the score at every other position, and the angle between query and key in every rotary pair.
+// The key's position, the score at every other position, and the angle between query and key in one rotary pair and in all.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const MARGIN = 24, LEGEND = 44, NAMES = ["t", "h", "w"];
-  const narrow = () => view.fit(960) < 960, CELL = () => Math.floor((view.fit(400) - MARGIN) / 13);
-  const DIAL = () => Math.floor(Math.min(narrow() ? 48 : 56, (view.fit(narrow() ? 700 : 996) - (narrow() ? 0 : 13 * CELL() + 60)) / ACROSS()));
-  const ACROSS = () => (view.fit(700) < 700 ? 8 : 10);
+  const CELL = () => Math.floor((view.fit(340) - MARGIN) / 13);
   const here = () => [view.place("sections"), view.place("theta")];
   const of = what => view.shared[what][here()[0]][here()[1]];
   const axes = () => view.shared.axes[here()[0]];
@@ -24,6 +22,7 @@ export default explorer(view => {
       (_, i) => score([key()[0], Math.floor(i / columns), i % columns]));
     return { all, low: Math.min(...all), high: Math.max(...all) };
   }
+  view.column();
   view.canvas({
     name: () => `score of a key at every h (down) and w (across), at t = ${key()[0]}; the query ○ is at ` +
       `t, h, w = ${query().join(", ")}; drag the key ✕`,
@@ -68,61 +67,10 @@ export default explorer(view => {
     },
   });
 
-  // the pairs of each axis, fastest first, and how many lines of dials they take
-  const pairs = () => NAMES.map((_, axis) => Array.from(axes().keys()).filter(plane => axes()[plane] === axis));
-  const lines = axis => Math.ceil(pairs()[axis].length / ACROSS());
-  const HEAD = 24, top = axis => [0, 1, 2].slice(0, axis).reduce((sum, a) => sum + HEAD + lines(a) * DIAL() + 8, 0);
-  const spot = plane => {
-    const axis = axes()[plane], i = pairs()[axis].indexOf(plane);
-    return [(i % ACROSS() + 0.5) * DIAL(), top(axis) + HEAD + (Math.floor(i / ACROSS()) + 0.5) * DIAL()];
-  };
-  function dial_at(x, y) {
-    const axis = [2, 1, 0].find(a => y >= top(a)), line = Math.floor((y - top(axis) - HEAD) / DIAL());
-    return line < 0 || x < 0 || x >= ACROSS() * DIAL() ? -1 : pairs()[axis][line * ACROSS() + Math.floor(x / DIAL())] ?? -1;
-  }
-  view.canvas({
-    name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
-    caption: () => `The ${axes().length} rotary pairs of a head, grouped by axis, fastest first. Thin line: the query. Thick line: the key. ` +
-      "The score depends only on the wedges between them",
-    size: () => [ACROSS() * DIAL(), top(2) + HEAD + lines(2) * DIAL()],
-    at: dial_at,
-    step(item, dx, dy) {
-      if (dx) return pairs()[axes()[item]][pairs()[axes()[item]].indexOf(item) + dx] ?? -1;
-      const [x, y] = spot(item);
-      for (let far = DIAL(); far < 3 * DIAL(); far += DIAL() / 2) {
-        const to = dial_at(x, y + dy * far);
-        if (to >= 0 && to !== item) return to;
-      }
-      return -1;
-    },
-    draw(pen) {
-      pen.textBaseline = "top"; pen.font = "bold 13px sans-serif";
-      NAMES.forEach((name, axis) => {
-        const far = key()[axis] - query()[axis];
-        pen.fillStyle = words(axis);
-        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs differ in angle` : "same position, so its pairs have the same angle"}`, 2, top(axis) + 4);
-      });
-      axes().forEach((axis, plane) => {
-        const [x, y] = spot(plane), r = DIAL() / 2 - 3;
-        const angle = position => Math.atan2(turn("sin", plane, position), turn("cos", plane, position));
-        const [from, to] = [angle(query()[axis]), angle(key()[axis])], far = view.ease(plane, Math.atan2(Math.sin(to - from), Math.cos(to - from)));
-        const chosen = plane === view.item, moved = query()[axis] !== key()[axis], color = view.colors[NAMES[axis]];
-        pen.fillStyle = color; pen.globalAlpha = 0.45; pen.beginPath(); pen.moveTo(x, y);
-        pen.arc(x, y, r, -from, -from - far, far > 0); pen.fill(); pen.globalAlpha = 1;
-        pen.strokeStyle = chosen ? view.colors.ink : view.colors.line; pen.lineWidth = chosen ? 3 : 1;
-        pen.beginPath(); pen.arc(x, y, r, 0, 7); pen.stroke();
-        for (const [at, style, thick] of [[from, view.colors.muted, 1.5], [from + far, moved ? color : view.colors.muted, moved ? 3 : 1.5]]) {
-          pen.strokeStyle = style; pen.lineWidth = thick; pen.beginPath(); pen.moveTo(x, y);
-          pen.lineTo(x + r * Math.cos(at), y - r * Math.sin(at)); pen.stroke();
-        }
-      });
-    },
-  });
-
   view.canvas({
     name: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it`,
     caption: () => `Score ${score(key()).toFixed(3)}, as the sum of the three axes. Outline: what the axis adds if query and key have the same position`,
-    size: () => [MARGIN + sizes()[2] * CELL(), 84],
+    size: () => [MARGIN + sizes()[2] * CELL(), 88],
     draw(pen, width) {
       pen.textBaseline = "middle";
       NAMES.forEach((name, axis) => {
@@ -136,10 +84,81 @@ export default explorer(view => {
     },
   });
 
+  // One pair, large: query and key as the hands of a dial.
+  const angle = (plane, position) => Math.atan2(turn("sin", plane, position), turn("cos", plane, position));
+  const apart = (from, to) => Math.atan2(Math.sin(to - from), Math.cos(to - from));
+  const degrees = radians => `${Math.round(radians * 180 / Math.PI)}°`;
+  function dial(pen, plane, x, y, r, thick) {
+    const axis = axes()[plane], color = view.colors[NAMES[axis]], from = angle(plane, query()[axis]);
+    const far = view.ease(plane, apart(from, angle(plane, key()[axis]))), moved = query()[axis] !== key()[axis];
+    pen.fillStyle = color; pen.globalAlpha = 0.45; pen.beginPath(); pen.moveTo(x, y);
+    pen.arc(x, y, r, -from, -from - far, far > 0); pen.fill(); pen.globalAlpha = 1;
+    pen.strokeStyle = plane === view.item ? view.colors.ink : view.colors.line; pen.lineWidth = plane === view.item ? 3 : 1;
+    pen.beginPath(); pen.arc(x, y, r, 0, 7); pen.stroke();
+    for (const [at, style, line] of [[from + far, moved ? color : view.colors.muted, thick], [from, view.colors.ink, thick / 2]]) {
+      pen.strokeStyle = style; pen.lineWidth = line; pen.beginPath(); pen.moveTo(x, y);
+      pen.lineTo(x + r * Math.cos(at), y - r * Math.sin(at)); pen.stroke();
+    }
+    return [from, from + far];
+  }
+  view.column();
+  view.canvas({
+    name: () => (view.item < 0 ? "choose a rotary pair below" : `rotary pair ${view.item}: the angles of query and key`),
+    caption: () => "One rotary pair. Thin line: its angle in the query. Thick line: its angle in the key. Wedge: the difference. Choose another pair below",
+    size: () => [wide(), wide() < 560 ? 150 : 180],
+    draw(pen, width, BIG) {
+      if (view.item < 0) return;
+      const plane = view.item, axis = axes()[plane], name = NAMES[axis], [q, k] = [query()[axis], key()[axis]], left = BIG + (wide() < 560 ? 10 : 24);
+      const [from, to] = dial(pen, plane, BIG / 2, BIG / 2, BIG / 2 - 22, 6), diff = Math.abs(apart(angle(plane, q), angle(plane, k)));
+      pen.font = "bold 15px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
+      const end = (at, text) => pen.fillText(text, BIG / 2 + (BIG / 2 - 10) * Math.cos(at), BIG / 2 - (BIG / 2 - 10) * Math.sin(at));
+      end(from, "○"); if (q !== k) end(to, "✕");
+      pen.textAlign = "left"; pen.fillStyle = words(axis); pen.fillText(`pair ${plane}, rotated by ${name}`, left, 22);
+      pen.font = "14px sans-serif"; pen.fillStyle = view.colors.ink;
+      [`○ query at ${name} ${q}: ${degrees(angle(plane, q))}`, `✕ key at ${name} ${k}: ${degrees(angle(plane, k))}`,
+        `difference: ${degrees(diff)}`, `adds cos ${degrees(diff)} / ${axes().length} = ${(Math.cos(diff) / axes().length).toFixed(4)}${wide() < 560 ? "" : " to the score"}`]
+        .forEach((text, i) => pen.fillText(text, left, 54 + 28 * i, width - left));
+    },
+  });
+
+  // All pairs, a line for each axis, fastest first: those that are fast enough to be seen are large
+  const pairs = () => NAMES.map((_, axis) => Array.from(axes().keys()).filter(plane => axes()[plane] === axis));
+  const LARGE = 8, HEAD = 24, wide = () => (view.fit(1000) > 700 ? Math.min(610, view.fit(1000) - 364) : view.fit(610)), DIAL = () => Math.floor((wide() < 560 ? wide() : wide() - 256) / LARGE);
+  const below = () => (wide() < 560 ? 20 : 0), LINE = () => HEAD + DIAL() + below() + 6;  // on a phone the slow ones stand below
+  const spot = plane => {  // [x, y, radius]
+    const axis = axes()[plane], i = pairs()[axis].indexOf(plane), top = axis * LINE() + HEAD;
+    if (i < LARGE) return [(i + 0.5) * DIAL(), top + DIAL() / 2, DIAL() / 2 - 3];
+    return [(below() ? 0 : LARGE * DIAL()) + (i - LARGE + 0.5) * 16, top + (below() ? DIAL() + 10 : DIAL() / 2), 6];
+  };
+  function dial_at(x, y) {
+    return axes().findIndex((_, plane) => { const [left, top, r] = spot(plane); return Math.abs(x - left) <= r + 2 && Math.abs(y - top) <= Math.max(r, 8) + 2; });
+  }
+  view.canvas({
+    name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
+    caption: () => `All ${axes().length} rotary pairs, a line for each axis, from the fastest to the slowest; a larger theta slows them. The score depends only on the wedges. ` +
+      "Farther is not always lower, because a fast pair comes round again",
+    size: () => [wide(), 3 * LINE()],
+    at: dial_at,
+    step(item, dx, dy) {
+      const axis = axes()[item], i = pairs()[axis].indexOf(item);
+      if (dx) return pairs()[axis][i + dx] ?? -1;
+      const other = pairs()[axis + dy];
+      return other ? other[Math.min(i, other.length - 1)] : -1;
+    },
+    draw(pen) {
+      pen.textBaseline = "top"; pen.font = "bold 13px sans-serif"; pen.textAlign = "left";
+      NAMES.forEach((name, axis) => {
+        const far = key()[axis] - query()[axis];
+        pen.fillStyle = words(axis);
+        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs differ in angle` : "same position, so its pairs have the same angle"}`, 2, axis * LINE() + 4);
+      });
+      axes().forEach((_, plane) => { const [x, y, r] = spot(plane); dial(pen, plane, x, y, r, r > 10 ? 3 : 2); });
+    },
+  });
+
   view.readout(() => {
     const plane = view.item, axis = axes()[plane], [a, b] = [query()[axis], key()[axis]];
-    const angle = position => Math.atan2(turn("sin", plane, position), turn("cos", plane, position)).toFixed(2);
-    return `rotary pair ${plane} is rotated by ${NAMES[axis]}\nQuery at ${a}: ${angle(a)} rad, key at ${b}: ${angle(b)} rad`;
+    return `rotary pair ${plane} is rotated by ${NAMES[axis]}\nQuery at ${a}: ${angle(plane, a).toFixed(2)} rad, key at ${b}: ${angle(plane, b).toFixed(2)} rad`;
   });
   return {
     count: () => axes().length,

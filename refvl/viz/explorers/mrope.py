@@ -28,6 +28,10 @@ class MropeExplorer(Explorer):
     _esm = module("mrope")
     title = "M-RoPE playground"
     asks = "How does attention know how far apart two tokens are?"
+    terms = (
+        "Attention scores a query against a key. First, M-RoPE splits both into pairs of numbers and rotates each "
+        "pair by t (time), h (height) or w (width)."
+    )
     action = "Drag the key ✕ down, out of the query's row: now the pairs of h differ, too, and the score falls."
     takeaway = (
         "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their distance."
@@ -35,7 +39,7 @@ class MropeExplorer(Explorer):
 
     def __init__(self):
         controls = [
-            Control("sections", "sections", list(SECTIONS), kind="menu"),
+            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu"),
             Control("theta", "theta", THETAS),
             *(Control(axis, f"{axis} of the key", list(range(extent))) for axis, extent in EXTENT.items()),
         ]
@@ -51,6 +55,7 @@ class MropeExplorer(Explorer):
             ],
         }
         super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9))
+        self.selected = 5  # the second pair of w
 
     def row(self, index: int) -> dict:
         """Return axes, cos and sin (pairs,) of the key's angles; the part of each axis in the score, and their sum."""

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const ROW = () => (view.big ? 46 : 26), SIDE = () => (view.big ? 84 : 52), TEXT = 250;
+  const ROW = () => (view.big ? 56 : 26), SIDE = () => (view.big ? 84 : 52), TEXT = 250;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
   const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a replay's words stand below it
   const tokens = () => view.row.tokens;
@@ -46,7 +46,7 @@ export default explorer(view => {
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
   const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${tokens().length} images in order of arrival, with their numbers of tokens`,
+    name: () => `${tokens().length} images in order of arrival, with their numbers of tokens; the area is the number of tokens`,
     size: () => [across() * (SIDE() + 8), Math.ceil(view.shared.most / across()) * (SIDE() + 18)],
     at: (x, y) => Math.floor(y / (SIDE() + 18)) * across() + Math.floor(x / (SIDE() + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),
@@ -55,7 +55,7 @@ export default explorer(view => {
         const x = (i % across()) * (SIDE() + 8), y = Math.floor(i / across()) * (SIDE() + 18);
         if (i < tokens().length) item(pen, i, x, y + SIDE() - side(i), side(i), side(i));
         pen.font = "12px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
-        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, y + SIDE() + 16);
+        pen.fillStyle = view.colors.muted; if (i < tokens().length) pen.fillText(`${i + 1}: ${tokens()[i]}`, x, y + SIDE() + 16);
       }
     },
   });
@@ -63,7 +63,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
     caption: () => `Each bar is a replay, as long as the token budget of its graph; hatched: padding. Dotted: the captured graphs, of ` +
-      `${view.row.budgets.join(", ")} tokens. An image that fits no graph runs eagerly, in a dashed bar`,
+      `${view.row.budgets.join(", ")} tokens. An image that fits no graph runs without one, in a dashed bar`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -94,7 +94,7 @@ export default explorer(view => {
           ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
           : `${total} tokens: fits no graph`;
         const [at, high] = narrow() ? [0, y + ROW() + 10] : [end + 8, y + ROW() / 2];
-        pen.strokeStyle = view.colors.surface; pen.lineWidth = 6; pen.strokeText(says, at, high); pen.fillText(says, at, high);
+        pen.strokeStyle = view.colors.surface; pen.lineWidth = 10; pen.strokeText(says, at, high); pen.fillText(says, at, high);
       });
       places().forEach(p => item(pen, p.item, view.ease(`x ${p.item}`, p.x) + 1.5, view.ease(`y ${p.item}`, p.y) + 1.5, Math.max(2, p.width - 3), ROW() - 3));
     },

@@ -38,6 +38,10 @@ class PackingExplorer(Explorer):
     _esm = module("packing")
     title = "Packing player"
     asks = "How many images share one replay of a CUDA graph?"
+    terms = (
+        "A CUDA graph records a model's operations for a fixed number of tokens, its budget. A replay runs them "
+        "again, and padding fills the rest."
+    )
     action = "Press play: the images arrive one by one. Then capture fewer graphs, and see the padding grow."
     takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
 

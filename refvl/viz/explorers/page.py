@@ -40,6 +40,7 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 1640px; box-sizing: border-bo
 p { text-wrap: pretty } a { color: var(--link) } .title { color: var(--muted); font-size: 15px; margin: 0 }
 h1 { font: 500 2rem/1.15 var(--serif); margin: .4rem 0 1rem; text-wrap: balance }
 .takeaway { font: 1.3rem/1.4 var(--serif); margin: 1.2rem 0; padding-left: 1rem; border-left: 3px solid var(--ink) }
+.terms { color: var(--muted); font-size: 16px }
 .intro, .takeaway { max-width: 40rem } .explorer { margin: 0 -8px; min-width: 0 }
 nav { display: flex; flex-wrap: wrap; gap: 0 1.5rem; font-size: 15px }
 nav a { min-height: 44px; display: flex; align-items: center }
@@ -53,7 +54,8 @@ _PAGE = """<!doctype html>
 style-src 'unsafe-inline'; img-src data: blob:">
 <link rel="icon" href="data:,"><meta name="color-scheme" content="light dark"><title>{title}</title>
 <style>{style}</style></head>
-<body><main><div class="intro"><p class="title">{title}</p><h1>{asks}</h1><p><b>Try this.</b> {action}</p></div>
+<body><main><div class="intro"><p class="title">{title}</p><h1>{asks}</h1>
+<p class="terms">{terms}</p><p><b>Try this.</b> {action}</p></div>
 {body}
 <p class="takeaway">{takeaway}</p>{foot}</main></body></html>
 """
@@ -63,7 +65,7 @@ def page(explorer: Explorer, *, foot: str = "") -> str:
     """Return the explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
     [entry] = Widget.get_manager_state(widgets=[explorer])["state"].values()
     body = host(entry, text=explorer.describe(), keep=True)
-    words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "action", "takeaway")}
+    words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "terms", "action", "takeaway")}
     return _PAGE.format(**words, style=_STYLE, body=body, foot=foot)
 
 

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const PANEL = 300, HEIGHT = () => (view.big ? 430 : 280), LEFT = 34, BOTTOM = 34, TOP = 8, AXES = ["t", "h", "w"];
+  const PANEL = 300, HEIGHT = () => (view.big ? 540 : 280), LEFT = 34, BOTTOM = 34, TOP = 8, AXES = ["t", "h", "w"];
   const WIDTH = () => (view.fit(900) < 700 ? view.fit(700) : view.fit(1120) - PANEL - 24);
   const count = () => view.row.kinds.length;
   const kinds = ["text", "image", "video"], widths = [5.5, 3.2, 1.5];
@@ -30,8 +30,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward. The next text ` +
-      `token has position ${count() + view.row.delta}, so delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}` +
+    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward; faded: not yet read. The next text ` +
+      `token has position ${count() + view.row.delta}, ${view.row.delta ? `${Math.abs(view.row.delta)} ${view.row.delta < 0 ? "below" : "above"}` : "equal to"} the number of tokens (delta ${view.row.delta})` +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT()],
     at: px => Math.floor((px - LEFT) * count() / (WIDTH() - LEFT)),

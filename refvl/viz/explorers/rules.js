@@ -3,8 +3,8 @@ import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const { image, frames, rules, says } = view.shared, GAP = 16, HEAD = 50, FOOT = 24;
-  const wide = () => view.fit(1120) >= 900;
-  const MAPS = () => (wide() ? 500 : view.fit(700)), PROMPT = () => (wide() ? view.fit(1004) - 528 : view.fit(520));
+  const wide = () => view.fit(1120) >= 840;
+  const MAPS = () => (wide() ? 500 : view.fit(700)), PROMPT = () => (wide() ? view.fit(1004) - 524 : view.fit(520));
 
   // Every token of the media in the order of the prompt: its piece, where it lies on the image or frame, and how large.
   function tokens() {
@@ -40,7 +40,7 @@ export default explorer(view => {
     const left = small + GAP, large = width - left, high = Math.round(large / 1.5);
     const [columns, rows] = grid, gap = 5, w = (large - gap * (columns - 1)) / columns, h = (high - gap * (rows - 1)) / rows;
     for (let k = 0; k < columns * rows; k++) found.push([left + (k % columns) * (w + gap), 22 + Math.floor(k / columns) * (h + gap), w, h]);
-    const top = 22 + (columns ? high : low) + 30, each = Math.min((width - gap * (count - 1)) / count, 110);
+    const top = 22 + (columns ? high : low) + 30, each = Math.min((width - gap * (count - 1)) / count, wide() ? 220 : 110);
     for (let f = 0; f < count; f++) found.push([f * (each + gap), top, each, each / 1.5]);
     return found;
   }
@@ -95,8 +95,8 @@ export default explorer(view => {
   }
   view.canvas({
     name: () => rules.map((rule, k) => `${rule}: text goes on at ${view.row.rules[k].end}`).join("; "),
-    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text. Circles: the overview, under the slices. " +
-      "Frames with the same positions are fanned out like cards",
+    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text. Circles: tokens of the overview, under the slices. " +
+      "Frames at the same position are drawn like a fan of cards",
     size: () => [MAPS(), Math.ceil(4 / columns()) * (side() + HEAD + FOOT)],
     at(x, y) {
       for (let k = 0; k < 4; k++) {
@@ -116,6 +116,8 @@ export default explorer(view => {
         pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted;
         wrapped(pen, says[k], side()).forEach((line, n) => pen.fillText(line, 0, 17 + 13 * n));
         pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, side() - 1, side() - 1);
+        pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "right";
+        pen.fillText("w →", side() - 5, HEAD + 5); pen.textAlign = "left"; pen.fillText("h ↓", 5, HEAD + side() - 18);
         pen.fillStyle = view.colors.text;
         for (let i = 0; i < found.text.shape[1]; i++) {
           const [h, w] = [1, 2].map(axis => found.text[axis * found.text.shape[1] + i]);

@@ -56,6 +56,10 @@ class PositionRulesExplorer(Explorer):
     _esm = module("rules")
     title = "Four position rules"
     asks = "Where does each model place the slices of an image?"
+    terms = (
+        "A large image is cut into slices, and a small overview is added. Each of their tokens has a position in "
+        "height (h) and width (w)."
+    )
     action = "Point at a part of the image and find it in all four maps. Then change the number of slices."
     takeaway = (
         "Only MiniCPM-V 4.7 places each slice where it belongs in the image; the other rules line the slices up "

@@ -35,7 +35,7 @@ const SANS = '-apple-system, "Segoe UI", "Inter", "Helvetica Neue", "Liberation 
 const STYLE = `
 .refvl { color: var(--ink); background: var(--surface); font: 15px/1.45 ${SANS}; padding: 8px; }
 .refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
-.refvl .column { display: grid; gap: 8px; max-width: 100%; }
+.refvl .column { display: grid; gap: 8px; max-width: 100%; } .refvl .column > b { contain: inline-size; }
 .refvl .controls { margin-bottom: 12px; align-items: center; }
 .refvl label { display: flex; gap: 8px; align-items: center; max-width: 100%; }
 .refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }

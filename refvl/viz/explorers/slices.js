@@ -48,7 +48,7 @@ export default explorer(view => {
     }
     pen.globalAlpha = 1;
   }
-  const reading = () => (query() >= 0 ? `; bright: what query ${query()} reads` : "");
+  const reading = () => (query() >= 0 ? `; bright: what query q${query()} reads` : "");
 
   view.column("MiniCPM-V");
   view.canvas({
@@ -113,7 +113,7 @@ export default explorer(view => {
   });
   view.canvas({
     name: () => "Step3-VL's overview, a square for any shape",
-    caption: () => `Overview: ${view.shared.overview} x ${view.shared.overview} px`,
+    caption: () => `Overview: squeezed to ${view.shared.overview} x ${view.shared.overview} px`,
     size: () => [SMALL, SMALL],
     at: () => item(1, 0),
     draw(pen, width, height) { middle(pen, 0, 0, width, height); frame(pen, 1, 0, 0, 0, width, height); number(pen, 0, width / 2, height / 2); },
@@ -129,7 +129,7 @@ export default explorer(view => {
   view.column("What each cut costs");
   view.canvas({
     name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
-    caption: () => "The photo in both prompts, from left to right, on one scale. 0: the overview. Orange: a newline token",
+    caption: () => "The photo in both prompts, on one scale. 0: the overview. Orange: a newline token. Special: tokens that mark crops",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
       const family = y < LINE() ? 0 : 1, scale = strip();
@@ -169,7 +169,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => "Left: the queries of a small MiniCPM-V with the same slices; choose one to see what it reads. Right: its answer",
+    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each makes one token of every slice; choose one. Right: the model's answer`,
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
@@ -178,7 +178,9 @@ export default explorer(view => {
         const x = (i % 3) * 36, y = Math.floor(i / 3) * 36;
         pen.fillStyle = i === query() ? view.colors.highlight : view.colors.empty;
         pen.fillRect(x + 1, y + 1, 34, 34);
-        number(pen, i, x + 18, y + 18);
+        if (i === query()) { number(pen, `q${i}`, x + 18, y + 18); continue; }
+        pen.font = "bold 13px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
+        pen.fillText(`q${i}`, x + 18, y + 18);
       }
       pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px sans-serif";
       pen.fillStyle = view.colors.muted; pen.fillText(question, 126, 4, width - 126);
@@ -196,7 +198,7 @@ export default explorer(view => {
   }
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
-    return `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
+    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, ` +
       `and becomes one token of each\nThe small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };

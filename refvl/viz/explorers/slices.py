@@ -35,6 +35,10 @@ class SlicesExplorer(Explorer):
     _esm = module("slices")
     title = "Slices and crops"
     asks = "How do two families cut the same photo?"
+    terms = (
+        "A photo too large for the image encoder is cut into parts, called slices or crops. A small overview of the "
+        "whole is added."
+    )
     action = (
         "Change the shape of the photo. Then choose one of the queries, below, to see what it reads in every slice."
     )

@@ -3,7 +3,7 @@ import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const SIDE = 12, CELL = 48, HIGH = 44;
-  const LINE = () => (view.big ? 112 : 84), TALL = () => LINE() - 58, FILM = 56;
+  const LINE = () => (view.big ? 142 : 84), TALL = () => LINE() - 58, FILM = 56;
   const W = () => view.fit(1120), COLUMNS = () => Math.floor(W() / CELL);
   const { rules } = view.shared, sampled = () => view.row.sampled;
   const steps = line => sampled()[line].timestamps.length;
@@ -53,14 +53,14 @@ export default explorer(view => {
           free = at + half + 4;
         }
       });
-      const every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
       pen.font = "14px sans-serif"; pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText("The video has ", 0, 0);
       const after = pen.measureText("The video has ").width;
       pen.font = "bold 14px sans-serif"; pen.fillText(`${view.row.frames.toLocaleString("en")} frame${view.row.frames === 1 ? "" : "s"}`, after, 0);
       pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "right"; pen.fillText(`${view.option("duration")} s`, width, 2);
-      pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5; pen.beginPath();
-      for (let f = 0; f < view.row.frames; f += every) { pen.moveTo(x(f), 22); pen.lineTo(x(f), 42); }
-      pen.stroke();
+      const apart = (W() - 2 * SIDE) / view.row.frames;  // frames too close to be told apart are one strip
+      pen.fillStyle = view.colors.text;
+      if (apart < 5) pen.fillRect(x(0), 22, x(view.row.frames - 1) - x(0), 20);
+      else for (let f = 0; f < view.row.frames; f++) pen.fillRect(x(f) - 1, 22, 2, 20);
     },
   });
 

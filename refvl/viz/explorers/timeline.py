@@ -18,6 +18,7 @@ class TimelineExplorer(Explorer):
     _esm = module("timeline")
     title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
+    terms = "GLM reads a video as pairs of frames. Three of its releases choose the frames by different rules."
     action = "Press play to make the video longer, and compare what the three releases keep."
     takeaway = (
         "Each release keeps different frames of the same video, and the prompt states one timestamp per pair of frames."

@@ -58,7 +58,7 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `1. The image in ${count()} patches; choose one`,
+    name: () => `1. The image in ${count()} patches of ${shown().pixels.shape[2]} x ${shown().pixels.shape[2]} px; choose one`,
     size, at, step,
     draw(pen, width, height) {
       const c = W() * unit();
@@ -70,7 +70,7 @@ export default explorer(view => {
 
   const upright = () => view.fit(700) >= 700;  // red, green and blue one below the other
   view.canvas({
-    name: () => `2. Its pixels: ${shown().values} numbers`,
+    name: () => `2. Its ${shown().values} pixel values`,
     size: () => (upright() ? [TILE, 3 * TILE + 2 * GAP] : [3 * TILE + 2 * GAP, TILE]),
     draw(pen) {
       if (view.item < 0) return;
@@ -113,7 +113,7 @@ export default explorer(view => {
   const apart = () => (WIDE() - small()) / (stages() - 1);
   view.canvas({
     name: () => "every block: the same maps, and how like the chosen patch the rest of its token is",
-    caption: () => "The third map after every block; drag across them. Orange: how similar the other three patches of its token are to the chosen patch, on average (cosine). Gray: how similar the patches of all other tokens are",
+    caption: () => "The third map after every block; drag across them. Lines: how similar the chosen patch is, on average, to the other three patches of its token (orange) and to all others (gray). 1: alike; 0: unrelated; below 0: opposed",
     size: () => [WIDE(), TEXT + small() * size()[1] / W() + 120],
     drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.round((x - small() / 2) / apart())))),
     draw(pen, width, height) {
@@ -135,7 +135,12 @@ export default explorer(view => {
         for (let s = 0; s < stages(); s++) pen.lineTo(x(s), view.ease(`${which} ${s}`, y(of(which, s))));
         pen.stroke();
       }
-      pen.fillStyle = view.colors.ink; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
+      pen.textAlign = "left"; pen.font = "bold 12px sans-serif"; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
+      if (apart() > 180) [["near", "highlight_text", "the rest of its token"], ["far", "muted", "all other patches"]].forEach(([which, color, words]) => {
+        const high = (y(of(which, 0)) + y(of(which, 1))) / 2 + (which === "near" ? -10 : 10);
+        pen.fillStyle = view.colors[color]; pen.strokeText(words, x(0) + 30, high); pen.fillText(words, x(0) + 30, high);
+      });
+      pen.font = "12px sans-serif"; pen.textAlign = "center"; pen.fillStyle = view.colors.ink;
       for (let s = 0; s < stages(); s++) for (const [which] of LINES) {
         const other = of(which === "near" ? "far" : "near", s), above = of(which, s) > other || (of(which, s) === other && which === "near");
         pen.textBaseline = above ? "bottom" : "top";

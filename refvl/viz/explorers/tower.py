@@ -29,6 +29,10 @@ class TowerExplorer(WatchedExplorer):
     _esm = module("tower")
     title = "One patch through the tower"
     asks = "What becomes of a patch on its way through the tower?"
+    terms = (
+        "The tower is the image encoder. Its blocks update a vector for every patch, the patch's state, and finally "
+        "merge four patches into a token."
+    )
     action = "Choose a patch of the red circle, drag across the blocks, and follow the orange line."
     takeaway = (
         "A patch starts as pixel values, grows more similar to its neighbours of the same token, and ends as a quarter "

@@ -19,7 +19,9 @@ export default explorer(view => {
     (windowed ? `, ${windows()} window${windows() > 1 ? "s" : ""}` : "");
   const corner = patch => [view.row.patches[2 * patch + 1] * cell(), view.row.patches[2 * patch] * cell()];
 
-  const number = (pen, n, x, y) => {
+  const number = (pen, n, x, y) => {  // on the colour of its window
+    pen.fillStyle = color(n - 1); pen.fillRect(x - 13, y - 11, 26, 22);
+    pen.strokeStyle = "#fff"; pen.lineWidth = 1; pen.strokeRect(x - 13, y - 11, 26, 22);
     pen.font = "bold 13px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(n, x, y);
     pen.fillStyle = "#fff"; pen.fillText(n, x, y);
@@ -33,7 +35,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: shown,
-    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not tinted: the patches that the chosen patch may attend to"
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Bright: the patches that the chosen patch may attend to. Orange: the patch, framed with the three that merge with it"
       : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
@@ -47,8 +49,8 @@ export default explorer(view => {
       for (let k = 0; windowed && k < windows(); k++) {
         const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
         const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
-        pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0 : token() < 0 ? 0.4 : 0.55;
-        pen.fillStyle = color(k);
+        pen.globalAlpha = token() < 0 || k === window(token()) ? 0 : 0.6;
+        pen.fillStyle = "#000";
         pen.fillRect(x, y, right - x + m * c, bottom - y + m * c);
         pen.globalAlpha = 1;
         pen.strokeStyle = "#fff"; pen.lineWidth = 2.5;
@@ -82,7 +84,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
-    caption: () => "The location of the chosen patch: rotary pairs rotated by its row (first line) and by its column (second)",
+    caption: () => "A new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
@@ -104,7 +106,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: () => "reading order above, window order below: x[window_index]",
-    caption: () => "The tokens in reading order (above) and in window order (below): x[window_index]",
+    caption: () => "The tokens in reading order (above) and in window order (below); the colours are those of the windows",
     size: () => [side(), BAND],
     at: x => Math.floor((x / side()) * tokens()) * block(),
     draw(pen, width, height) {

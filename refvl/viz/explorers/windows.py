@@ -15,7 +15,9 @@ from refvl.viz.windows import plot_attention_segments, plot_windows
 
 WHOLE = 2**20  # px: one window, whatever the image
 RESIZING = (
-    "Patches and tokens", "How many tokens does an image cost?", "Give the image more tokens. Then choose a patch.",
+    "Patches and tokens", "How many tokens does an image cost?",
+    "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
+    "Give the image more tokens. Then choose a patch.",
     "The budget decides the size of the image, and its size decides the number of tokens.",
 )  # fmt: skip
 HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
@@ -30,6 +32,10 @@ class WindowsExplorer(Explorer):
     _esm = module("windows")
     title = "Patches and windows"
     asks = "Which patches may attend to each other inside an image?"
+    terms = (
+        "A patch is a square of pixels; four patches merge into one token. A window is a larger square, a group of "
+        "tokens."
+    )
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (
         "A window is an order and a cut: its tokens are put next to each other, and each attends only to that window."
@@ -41,7 +47,7 @@ class WindowsExplorer(Explorer):
         self.images = {name: load_image(image) for name, image in images.items()}
         self.config, self.windowed = config, bool(window_sizes)
         if not self.windowed:
-            self.title, self.asks, self.action, self.takeaway = RESIZING
+            self.title, self.asks, self.terms, self.action, self.takeaway = RESIZING
         found = {
             (name, budget, size): row | {"photo": number}
             for number, (name, image) in enumerate(self.images.items())
