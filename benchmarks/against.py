@@ -89,7 +89,7 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 
 
 def serve() -> None:
-    """Answer each line on stdin: "linear" with the kernel that the tree's towers take, "groups", the name of a group
+    """Answer each line on stdin: "kernel" with the kernel that the tree's towers take, "groups", the name of a group
     with its rows, and the name of a row with its shortest CPU time.
     """
     from benchmarks.tower import choose_linear
@@ -99,7 +99,7 @@ def serve() -> None:
     for line in sys.stdin:
         name = line.strip()
         answer: Any
-        if name == "linear":
+        if name == "kernel":
             answer = choose_linear("auto", torch.device("cpu"), torch.float32)
         elif name == "groups":
             answer = list(groups)
@@ -148,8 +148,8 @@ class Tree:
 
 def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
     """One row for each that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
-    if len(kernels := {tree.ask("linear") for tree in trees.values()}) > 1:
-        raise RuntimeError(f"linear: each tree measures the kernels, and they chose {kernels}; measure again")
+    if len(kernels := {tree.ask("kernel") for tree in trees.values()}) > 1:
+        raise RuntimeError(f"kernel: each tree measures the kernels, and they chose {kernels}; measure again")
     groups = {name: tree.ask("groups") for name, tree in trees.items()}
     for group in common(groups):
         rows = {name: tree.ask(group) for name, tree in trees.items()}

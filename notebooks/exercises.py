@@ -1,13 +1,13 @@
-"""The notebooks' exercises: each check runs a reader's function on a few cases and says in one line how it went.
+"""The notebooks' exercises: each check runs a reader's function on a few cases and reports the result in one line.
 
     not yet   the function is still the stub: its body is `...`
-    wrong     the first case that differs: where, what came and what was expected; both as pictures
-    right     in how many cases
+    wrong     the first case that differs: the place, the expected value and the reader's value; both also as images
+    right     the number of cases
 
-Some exercises are repairs: the stub is code that is wrong, and a small model runs with it and is asked (`ask`). Three
-hints stand behind every verdict that is not right. No check raises, and none waits for a loop that never ends, so that
-a notebook runs through whatever is still to do. What was right is remembered in a folder beside the notebooks
-(`progress`), and forgotten when it is tried again and is wrong.
+Some exercises are repairs: the stub contains a mistake, and a small model answers questions with it (`ask`). Every
+verdict that is not right offers three hints. No check raises an error, and endless loops are stopped, so a notebook
+runs to its end even if exercises are unsolved. Solved exercises are recorded in a folder beside the notebooks
+(`progress`), and an exercise is removed from it if a later attempt is wrong.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
 from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
-from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig
-from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
+from refvl.pixels.media import Video, load_image
+from refvl.pixels.patches import Levels, PatchConfig, level_table
+from refvl.pixels.slices import SliceConfig, plan_slices, slice_grid, slice_rows
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -69,20 +69,20 @@ sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a rep
 from data.training import pages, scenes
 from data.training.evaluate_tiny import requests_for
 
-Said = tuple[str, str, str]  # a question, the model's answer, the right one
+Said = tuple[str, str, str]  # a question, the model's answer, the correct answer
 PICTURE = "{} x {} px (width x height)"  # names of cases
 POSITIONS = ("positions", "delta")
 NOTEBOOKS = Path(__file__).resolve().parent
 DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; what a reader writes is tried on the CPU
-DONE = NOTEBOOKS / ".progress"  # an empty file for every exercise that is done
+DONE = NOTEBOOKS / ".progress"  # an empty file for every solved exercise
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
 LIMIT = 10.0  # seconds that one call of a reader's function may take
-CELLS = 6, 16  # rows and columns of a picture
+CELLS = 6, 16  # rows and columns of an image
 MOVES, EMPTY = {"RESUME", "NOP", "RETURN_VALUE"}, {"LOAD_CONST", "RETURN_CONST"}  # of a body that is only `...`: None
 
 
 class Wrong(Exception):
-    """What differs first, and a picture of it."""
+    """The first difference, and an image of it."""
 
     picture = ""
 
@@ -93,7 +93,7 @@ class TooLong(BaseException):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an exercise went, shown as one line; if it is not right with a picture, and three hints behind clicks."""
+    """The result of an exercise, shown as one line; unless it is right, with an image and three hints to open."""
 
     status: str  # one of MARKS
     line: str
@@ -112,16 +112,16 @@ class Verdict:
 
 
 def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -> Callable:
-    """A check as the notebooks call it; the plain one returns a line of praise, or raises `Wrong`.
+    """Decorate a check, which returns a line of praise or raises `Wrong`, so that it returns a `Verdict`.
 
-    hints: from a nudge to nearly the solution. ask: questions to a small model in which the reader's function works.
+    hints: from a nudge to nearly the solution. ask: asks a small model that runs with the reader's function.
     """
 
     def decorate(check: Callable[[Callable], str]) -> Callable[[Callable], Verdict]:
         @functools.wraps(check)
         def judged(function: Callable) -> Verdict:
             verdict = replace(_judge(check, ask, function), hints=hints)
-            with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
+            with contextlib.suppress(OSError):  # if the folder cannot be written, nothing is recorded
                 if verdict.status == "right":
                     DONE.mkdir(exist_ok=True)
                     (DONE / check.__name__).touch()
@@ -139,7 +139,7 @@ def _judge(check: Callable, ask: Callable[[Callable], list[Said]] | None, functi
         step.opname in MOVES or (step.opname in EMPTY and step.argval is None)
         for step in dis.get_instructions(function)
     ):
-        return Verdict("not yet", f"{function.__name__} is to be written")
+        return Verdict("not yet", f"write the body of {function.__name__}")
     picture, limited = "", _limited(function)
     try:
         status, line = "right", check(limited)
@@ -148,25 +148,27 @@ def _judge(check: Callable, ask: Callable[[Callable], list[Said]] | None, functi
     except TooLong as error:
         late = f"{function.__name__} took longer than {LIMIT:.0f} seconds"
         return Verdict("wrong", late + _failing_line(function, error))
-    except Exception as error:  # the reader's, whatever it is: a line says enough
+    except Exception as error:  # any error in the reader's code: one line is enough
         raised = f"{function.__name__} raised {type(error).__name__}: {error}"
         return Verdict("wrong", raised.splitlines()[0] + _failing_line(function, error))
     if ask is None:
         return Verdict(status, line, picture=picture)
     try:
         said = ask(limited)
-    except (Exception, TooLong) as error:  # likewise, but in the model, which may choke on what the function made
+    except (Exception, TooLong) as error:  # likewise, but in the model, which may fail on the function's result
         raised = f"{line}; a model with it raised {type(error).__name__}: {error}"
         return Verdict("wrong", raised.splitlines()[0], picture=picture)
     question, answer, truth = next((row for row in said if row[1] != row[2]), said[0])
     if answer != truth:
-        wrong = f'{line}; asked "{question}" the model says "{answer}", right is "{truth}"'
+        wrong = f'{line}; asked "{question}", the model answers "{answer}"; correct is "{truth}"'
         return Verdict("wrong", wrong, picture=picture)
-    return Verdict(status, f'{line}; asked "{question}" the model says "{answer}", which is right', picture=picture)
+    return Verdict(
+        status, f'{line}; asked "{question}", the model answers "{answer}", which is correct', picture=picture
+    )
 
 
 def _limited(function: Callable) -> Callable:
-    """The same function, which raises TooLong when a call does not end; a loop in Python is stopped, on any system."""
+    """Wrap a function so that it raises TooLong after LIMIT seconds, which stops loops in Python on any system."""
     raise_in, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
 
     @functools.wraps(function)
@@ -191,9 +193,9 @@ def _limited(function: Callable) -> Callable:
 
 
 def beside(want: Any, got: Any) -> str:
-    """Expected and yours as two grids of cells, those that differ framed, from a little before the first; HTML.
+    """Return HTML: both values as grids of cells, from just before the first difference; cells that differ are framed.
 
-    Numbers, and tensors or lists of them, are shown; of more than two dimensions the last one runs to the right.
+    Numbers, and tensors or lists of numbers, are shown; in more than two dimensions, the last one runs to the right.
     """
     grids = []
     for value in (want, got):
@@ -236,7 +238,7 @@ def beside(want: Any, got: Any) -> str:
 
 
 def _failing_line(function: Callable, error: BaseException) -> str:
-    """The last line of the reader's own code that an exception came through, if there is one."""
+    """Return the last line of the reader's code in an exception's traceback, if there is one."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
     return f"; in the line: {lines[-1]}" if lines else ""
@@ -244,7 +246,7 @@ def _failing_line(function: Callable, error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A notebook of the course: how long it takes, and which of its exercises are done."""
+    """A notebook of the course, with its minutes and its solved exercises."""
 
     name: str  # of the file, without its suffix
     title: str
@@ -266,7 +268,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Progress:
-    """The notebooks in their order, how long each takes, and which of its exercises are done; shown as a table."""
+    """The notebooks in order, with the minutes and the solved exercises of each; shown as a table."""
 
     chapters: list[Chapter]
 
@@ -296,7 +298,7 @@ class Progress:
 
 
 def progress() -> Progress:
-    """The course as it is in the folder, and what of it is done."""
+    """Return the notebooks in this folder and the progress in them."""
     return Progress([Chapter.read(path) for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))])
 
 
@@ -327,14 +329,14 @@ def _asked(model: refvl.VLM, requests: Sequence) -> list[Said]:
 
 
 def _circles(count: int) -> tuple[refvl.VLM, list]:
-    """A model, and what it makes of scenes when it is asked for the circle's colour, which differs among them."""
+    """Return a model and its traces of `count` scenes, each asked for the circle's colour."""
     model = _tiny("qwen2_5_vl")
     drawn = [scenes.render(scenes.draw_scene("demo", i)) for i in range(4, 4 + count)]
     return model, [model.trace("What color is the circle?", images=[scene]) for scene in drawn]
 
 
 def _asked_about_circles(model: refvl.VLM, runs: Sequence, embeds: Sequence[Tensor]) -> list[Said]:
-    """The same questions with other embeddings of their pictures."""
+    """Ask the same questions with different embeddings of the images."""
     changed = [
         replace(run, inputs_embeds=merge_embeddings(run.inputs_embeds, run.spans, [rows]))
         for run, rows in zip(runs, embeds, strict=True)
@@ -358,19 +360,19 @@ def plant_fault(vlm: refvl.VLM, number: int) -> None:
 
 
 def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
-    """Both functions on the arguments of each case, the reader's on a copy; results: what the parts of a tuple are."""
+    """Compare both functions on each case, the reader's on copied arguments; results: the names of a tuple's parts."""
     for case, arguments in cases.items():
         _check(case, function(*deepcopy(arguments)), ours(*arguments), results)
     return f"in {len(cases)} cases"
 
 
 def _named(label: str, cases: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Cases that are named by their arguments."""
+    """Return cases that are named by their arguments."""
     return {label.format(*arguments): arguments for arguments in cases}
 
 
 def _check(case: str, got, want, results: Sequence[str] = ()) -> None:
-    """Raise Wrong where `got` differs first from `want`, with a picture; results: what the parts of a tuple are."""
+    """Raise Wrong at the first difference of `got` from `want`, with an image; results: names of a tuple's parts."""
     try:
         _compare(case, got, want, results)
     except Wrong as error:
@@ -398,7 +400,7 @@ def _compare(case: str, got, want, results: Sequence[str]) -> None:
 
 
 def _first_difference(got, want: Tensor) -> str | None:
-    """Where `got` differs first from `want`, in words; None when they are equal."""
+    """Describe the first difference of `got` from `want`; return None if they are equal."""
     if not isinstance(got, Tensor):
         return f"expected a tensor, got {type(got).__name__}"
     if got.shape != want.shape:
@@ -412,7 +414,7 @@ def _first_difference(got, want: Tensor) -> str | None:
 
 
 def _asked_at(positions_of: Callable, kind: str, **options) -> list[Said]:
-    """Four questions to a model whose tokens are at `positions_of(run)`; run: the trace with its own positions."""
+    """Ask a model four questions with its tokens at `positions_of(run)`; run: the trace with its own positions."""
     model, said = _tiny("qwen2_5_vl"), []
     for request in requests_for(kind, 4, split="demo"):
         given = request.arguments | {"max_new_tokens": 16} | options
@@ -434,7 +436,7 @@ def _ask_grid_positions(function: Callable) -> list[Said]:
 
 @exercise(
     "Three lists of t * h * w numbers: which changes slowest, which fastest?",
-    'torch.meshgrid of three ranges, flattened; ask for indexing="ij", or rows and columns change places.',
+    'torch.meshgrid of three ranges, flattened; ask for indexing="ij", or rows and columns are swapped.',
     "Time is truncated after the multiplication: (torch.arange(t, dtype=torch.float64) * t_factor).long().",
     ask=_ask_grid_positions,
 )
@@ -446,8 +448,8 @@ def check_grid_positions(function: Callable) -> str:
 
 @exercise(
     "Walk from span to span, and keep one number: the position of the next token.",
-    "Text advances by one on all three axes; an item takes its grid (`span.grid_positions()`) plus that number.",
-    "After an item the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
+    "Text advances by one on all three axes; an item gets its grid (`span.grid_positions()`) plus that number.",
+    "After an item, the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
 )
 def check_mrope_positions(function: Callable) -> str:
     """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
@@ -467,18 +469,18 @@ def _ask_mrope_axes(function: Callable) -> list[Said]:
     axes = function(model.language_model.config.rope_parameters["mrope_section"])
     runs = [model.trace(**request.arguments, max_new_tokens=1) for request in requests]
 
-    def dealt(freq: Tensor) -> Tensor:  # (3, B, L, pairs) -> (B, L, 2 * pairs)
+    def assigned(freq: Tensor) -> Tensor:  # (3, B, L, pairs) -> (B, L, 2 * pairs)
         return freq[axes, :, :, torch.arange(len(axes))].permute(1, 2, 0).repeat(1, 1, 2)
 
-    with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", dealt):
+    with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", assigned):
         said = model.answers(runs, max_new_tokens=16)
     return _paired(requests, said)
 
 
 @exercise(
-    "Begin with every pair at t, then give away pairs to h and to w.",
+    "Begin with every pair at t, then reassign pairs to h and to w.",
     "h takes the pairs 1, 4, 7, ...; w takes 2, 5, 8, ...",
-    "h ends before 3 * section[1] and w before 3 * section[2]; all pairs behind stay with t.",
+    "h ends before 3 * section[1] and w before 3 * section[2]; all later pairs stay with t.",
     ask=_ask_mrope_axes,
 )
 def check_mrope_axes(function: Callable) -> str:
@@ -488,12 +490,12 @@ def check_mrope_axes(function: Callable) -> str:
 
 
 @exercise(
-    "Two frames make a step. What becomes of the last one if their number is odd?",
+    "Two frames make a step. What happens to the last frame if their number is odd?",
     "Repeat the last timestamp first; then zip(timestamps[::2], timestamps[1::2]) goes through the pairs.",
     'f"<{(one + other) / 2:.1f} seconds><|vision_start|>" + tokens * "<|video_pad|>" + "<|vision_end|>"',
 )
 def check_video_steps(function: Callable) -> str:
-    """`function(timestamps, tokens) -> list` of texts, one for each two frames."""
+    """`function(timestamps, tokens) -> list` of texts, one for every two frames."""
 
     def ours(timestamps: list[float], tokens: int) -> list[str]:
         step = f"<|vision_start|>{tokens * '<|video_pad|>'}<|vision_end|>"
@@ -504,12 +506,12 @@ def check_video_steps(function: Callable) -> str:
 
 
 @exercise(
-    "Three steps: a score for every token, how many are kept, and which.",
+    "Three steps: score every token, count how many are kept, and choose which.",
     "The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) are kept.",
     "Equal scores go to the earlier token: sort with stable=True, descending=True.",
 )
 def check_retention_mask(function: Callable) -> str:
-    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a video."""
+    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: True for the tokens of a video that EVS keeps."""
     moving = torch.randn(4 * 6, 8, generator=torch.Generator().manual_seed(0))
     still = torch.eye(6).repeat(4, 1)  # unit vectors: their cosine is exactly 1, however it is computed
     cases = {
@@ -527,8 +529,8 @@ def _ask_restrict_positions(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "Which positions do the kept tokens have in the whole prompt? They keep them.",
-    "positions[:, keep] is the first result. delta gives the position of the token after the last one.",
+    "Which positions do the kept tokens have in the whole prompt? They keep these positions.",
+    "positions[:, keep] is the first result. With delta, the next token gets its position.",
     "delta = the largest kept position + 1 - the number of kept tokens.",
     ask=_ask_restrict_positions,
 )
@@ -546,9 +548,9 @@ def check_restrict_positions(function: Callable) -> str:
 
 
 @exercise(
-    "Count in blocks of 28 x 28 pixels, and look at the area only when both sides are rounded.",
-    "Above max_pixels both sides shrink by sqrt(max_pixels / (height * width)), and are rounded down to 1 at least.",
-    "Below min_pixels they grow by sqrt(min_pixels / (height * width)) and are rounded up. The result: rows * columns.",
+    "Count in blocks of 28 x 28 pixels, and check the area only after both sides are rounded.",
+    "Above max_pixels, both sides shrink by sqrt(max_pixels / (height * width)) and are rounded down, to at least 1.",
+    "Below min_pixels, they grow by sqrt(min_pixels / (height * width)) and are rounded up. Return rows * columns.",
 )
 def check_count_tokens(function: Callable) -> str:
     """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
@@ -558,7 +560,7 @@ def check_count_tokens(function: Callable) -> str:
 
 
 def _ask_merge_embeddings(function: Callable) -> list[Said]:
-    """The prompt is the same for both pictures, so its words are looked up once."""
+    """Ask about two images with the same prompt, whose words are looked up once."""
     model, runs = _circles(2)
     words = model.language_model.get_input_embeddings()(runs[0].input_ids).detach()
     changed = [replace(run, inputs_embeds=function(words, run.spans, run.embeds)) for run in runs]
@@ -567,19 +569,19 @@ def _ask_merge_embeddings(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "Nothing that was given may look different afterwards.",
+    "The function must not change its arguments.",
     "Copy the text embeddings first, then write into the copy.",
-    "merged = text_embeds.clone(); span.offset and span.num_tokens say which rows a medium replaces.",
+    "merged = text_embeds.clone(); span.offset and span.num_tokens define the rows that an item replaces.",
     ask=_ask_merge_embeddings,
 )
 def check_merge_embeddings(function: Callable) -> str:
-    """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the text embeddings given stay as they are."""
+    """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the given text embeddings must not change."""
     text = torch.arange(20.0).view(10, 2)
     cases = {
         "text alone": [],
         "one image": [MediaSpan(2, 1, 2, 2)],
         "two images": [MediaSpan(1, 1, 1, 2), MediaSpan(5, 1, 2, 2)],
-        "the second medium stands first": [MediaSpan(6, 1, 1, 3), MediaSpan(0, 2, 1, 1)],
+        "the second item comes first": [MediaSpan(6, 1, 1, 3), MediaSpan(0, 2, 1, 1)],
     }
     for case, spans in cases.items():
         media = [-torch.arange(1.0, 2 * span.num_tokens + 1).view(-1, 2) - 100 * i for i, span in enumerate(spans)]
@@ -608,9 +610,9 @@ def _ask_patch_rows(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "The last axis of an image is its width: in a row of numbers it changes fastest.",
+    "The last axis of an image is its width: in a row of numbers, it changes fastest.",
     "Split each axis: T into (t, Tp), H into (rows, m, P), W into (columns, m, P); then permute.",
-    "The order is t, block row, block column, row in it, column in it, then channel, Tp, y, x.",
+    "The order is t, block row, block column, row and column in the block, then channel, Tp, y, x.",
     ask=_ask_patch_rows,
 )
 def check_patch_rows(function: Callable) -> str:
@@ -628,7 +630,7 @@ def check_patch_rows(function: Callable) -> str:
 
 @exercise(
     "Number the tokens in reading order as (h, w), and cut windows out of that.",
-    "Windows go row by row, and so do the tokens inside each; those at the edge are smaller.",
+    "Windows go row by row, and so do the tokens inside each window; windows at the edge are smaller.",
     "For top and left in steps of side: tokens[top : top + side, left : left + side].flatten().",
 )
 def check_window_index(function: Callable) -> str:
@@ -666,7 +668,7 @@ def check_segment_attention(function: Callable) -> str:
 
 
 def _ask_rms_norm(function: Callable) -> list[Said]:
-    """A copy of the tower, in which each norm of each layer returns what the reader's function makes of its input."""
+    """Return a copy of the tower in which each norm of each layer is the reader's function."""
     model = copy(_tiny("qwen2_5_vl"))
     model.encoder = deepcopy(model.encoder)
     for block in model.encoder.blocks:
@@ -697,8 +699,8 @@ def check_rms_norm(function: Callable) -> str:
 
 @exercise(
     "Which cell of an S x S square does the centre of patch row i of h fall into?",
-    "int((i + 0.5) / h * S), and likewise for columns; row * S + column is the place in the table.",
-    "Then the order: (h, w) -> (h / 2, 2, w / 2, 2), and the two in the middle change places.",
+    "int((i + 0.5) / h * S), and likewise for columns; row * S + column is the index in the table.",
+    "Then the order: (h, w) -> (h / 2, 2, w / 2, 2), with the two middle axes swapped.",
 )
 def check_read_table(function: Callable) -> str:
     """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
@@ -716,7 +718,7 @@ def check_read_table(function: Callable) -> str:
 
 
 def _ask_frame_sample(function: Callable) -> list[Said]:
-    """Clips of a minute at 30 frames a second: four of the sixty steps are shown, with the seconds that they get."""
+    """Ask about videos of a minute at 30 frames a second: four of the sixty steps, with their timestamps."""
     model, asked, videos = _tiny("glm4v"), requests_for("change", 4, split="demo"), []
     _, seconds = function(30, 1800, 60.0)
     for request in asked:
@@ -728,8 +730,8 @@ def _ask_frame_sample(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "A second belongs to a step of two frames, not to a frame.",
-    "Frames 0 and 1 are the first step, 2 and 3 the second: every other frame has the time of a step.",
+    "A timestamp belongs to a step of two frames, not to a frame.",
+    "Frames 0 and 1 are the first step, frames 2 and 3 the second: every other frame has the time of a step.",
     "[int(index / fps) for index in indices[::2]]",
     ask=_ask_frame_sample,
 )
@@ -763,9 +765,9 @@ def _ask_replay(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "The recording reads the memory of `buffer` and writes that of `output`. Which line here writes into either?",
-    "buffer.copy_(x); then call every operation again, and copy each result into the operation's own output.",
-    "A single result is a tuple of one. Keep output.clone(), because the next input overwrites `output`.",
+    "The recording reads the memory of `buffer` and writes to that of `output`. Which line here writes to either?",
+    "buffer.copy_(x); then call every operation again, and copy each result into that operation's output.",
+    "Treat a single result as a tuple of one. Keep output.clone(), because the next input overwrites `output`.",
     ask=_ask_replay,
 )
 def check_replay(function: Callable) -> str:
@@ -785,8 +787,8 @@ def check_replay(function: Callable) -> str:
 
 @exercise(
     "Four steps: pad thin images, limit the long side, choose the window, count windows per side.",
-    "Below 728 px on the long side there is a window only above a ratio of 1.5, and it is the short side.",
-    "Per side: side // window, one more if side / window - side // window > 0.2, and at least 1.",
+    "Below 728 px on the long side, there is a window only above a ratio of 1.5, and its side is the short side.",
+    "Per side: side // window, plus one if side / window - side // window > 0.2, and at least 1.",
 )
 def check_crop_layout(function: Callable) -> str:
     """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any."""
@@ -799,8 +801,8 @@ def check_crop_layout(function: Callable) -> str:
 
 @exercise(
     "sorted(range(n), key=lambda i: -sizes[i]) is stable: equal sizes keep their order.",
-    "Keep one list of items and one sum per rank; the next item goes where the sum is least.",
-    "order is the ranks' lists one after the other, counts their lengths, loads their sums.",
+    "Keep one list of items and one sum per rank; the next item goes to the rank with the smallest sum.",
+    "order is the concatenation of the ranks' lists, counts are their lengths, and loads are their sums.",
 )
 def check_load_balance(function: Callable) -> str:
     """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank."""
@@ -817,7 +819,7 @@ def check_load_balance(function: Callable) -> str:
 
 
 def _ask_restore_order(function: Callable) -> list[Said]:
-    """Three pictures on two ranks, which have them as 0, 2 and 1."""
+    """Ask about three images on two ranks, whose order is 0, 2, 1."""
     model, runs = _circles(3)
     first, second, third = (run.embeds[0] for run in runs)
     gathered = torch.cat([first, third, second, torch.zeros_like(second)])
@@ -826,13 +828,13 @@ def _ask_restore_order(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "`order` says which item each piece is, and the pieces come in that order.",
-    "Every rank has len(gathered) / len(counts) rows; only the first sum of its items' tokens are real.",
-    "Put each piece at embeds[order[k]], and return them as 0, 1, 2, ...",
+    "`order` contains the item of each piece, in the order of the pieces.",
+    "Every rank has len(gathered) / len(counts) rows; only the first rows, as many as its items have tokens, are real.",
+    "Store piece k at embeds[order[k]], and return embeds in the order 0, 1, 2, ...",
     ask=_ask_restore_order,
 )
 def check_restore_order(function: Callable) -> str:
-    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
+    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D) in the caller's order."""
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
     named: dict[str, Sequence] = {}
     for tokens, num_gpus in cases:
@@ -846,8 +848,8 @@ def check_restore_order(function: Callable) -> str:
 
 
 @exercise(
-    "A key and a value per layer and per key-value head.",
-    "head_dim may be None: then it is hidden_size // num_attention_heads.",
+    "There is a key and a value per layer and per key-value head.",
+    "If head_dim is missing or None, it is hidden_size // num_attention_heads.",
     "2 * layers * key-value heads * head_dim * torch.finfo(dtype).bits // 8.",
 )
 def check_cache_bytes(function: Callable) -> str:
@@ -860,9 +862,9 @@ def check_cache_bytes(function: Callable) -> str:
 
 
 @exercise(
-    "How many slices? As many as the area holds squares of 448 px, rounded up, nine at most; up to one: None.",
-    "Look at that number, one less and one more (2 to 9), and at all ways to write each as columns * rows.",
-    "The best has columns / rows nearest to width / height, compared as logarithms.",
+    "How many slices? Divide the area by 448 x 448 px and round up, to at most nine. If that is one: None.",
+    "Try that number, one less and one more (2 to 9), and all ways to write each as columns * rows.",
+    "In the best grid, columns / rows is nearest to width / height, compared as logarithms.",
 )
 def check_slice_grid(function: Callable) -> str:
     """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9."""
@@ -874,13 +876,13 @@ def check_slice_grid(function: Callable) -> str:
 
 
 @exercise(
-    "The same queries read every set, so there are as many results as sets, one behind the other.",
+    "The same queries read every set, so there is one result per set, one after another.",
     "k.split(patches_per_set) gives the keys of each set, and likewise the values.",
     "softmax(q k / sqrt(K)) over the patches of the set, then its product with the values, head by head.",
 )
 def check_read_sets(function: Callable) -> str:
     """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
-    the patches of each set, which lie end to end."""
+    the patches of each set, which are concatenated."""
 
     def ours(q: Tensor, k: Tensor, v: Tensor, patches: list[int]) -> Tensor:
         cu_k = torch.tensor([0, *patches]).cumsum(0)
@@ -900,16 +902,16 @@ def check_read_sets(function: Callable) -> str:
 
 
 def _ask_run_batches(function: Callable) -> list[Said]:
-    """Three images in two batches, the third before the first; the graph returns the embeddings that it is given."""
+    """Ask about three images in two batches, the third first; the graph returns the embeddings that it receives."""
     model, runs = _circles(3)
     batches = [Batch((2, 0), 27), Batch((1,), 18)]
     return _asked_about_circles(model, runs, function(lambda rows: rows, [run.embeds[0] for run in runs], batches))
 
 
 @exercise(
-    "A graph of 8 takes 8 rows, not more and not fewer. What do you add to a batch of 5?",
-    "A batch says in `indices` which items it holds, in the order of its rows. Keep each result under its index.",
-    "A replay writes to the same memory as the one before: clone, cut padding off, split, and sort by index.",
+    "A graph of 8 accepts exactly 8 rows. What do you add to a batch of 5?",
+    "A batch's `indices` are its items, in the order of its rows. Store each result under its index.",
+    "Each replay writes to the same memory: clone, cut the padding off, split, and sort by index.",
     ask=_ask_run_batches,
 )
 def check_run_batches(function: Callable) -> str:
@@ -936,7 +938,7 @@ def check_run_batches(function: Callable) -> str:
 
 
 def _ask_join_order(function: Callable) -> list[Said]:
-    """Two pages in one batch, 16 crops and an overview each."""
+    """Ask about two pages in one batch, each with 16 crops and an overview."""
     model, drawn = _tiny("step3"), [pages.draw_page("demo", i) for i in range(2)]
     runs = [[model.trace(f"Where is the {box.color} box?", images=[pages.render(page)]) for box in page.boxes]
             for page in drawn]  # fmt: skip
@@ -958,7 +960,7 @@ def _ask_join_order(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "With one image nothing has to move. With two, what stands between their crops?",
+    "With one image, nothing has to move. With two, what has to be between their crops?",
     "Number the rows as they come: the crops of image 0, of image 1, ..., then the overviews, 0, 1, ...",
     "Image i takes the next counts[i] * crop_tokens rows of the first kind, then the next image_tokens of the second.",
     ask=_ask_join_order,
@@ -977,18 +979,28 @@ def check_join_order(function: Callable) -> str:
 
 
 def _ask_slice_boxes(function: Callable) -> list[Said]:
-    def ours(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
+    model, requests, said = _tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"), []
+    config = model.processor.image_config
+    for request in requests:
+        image = load_image(request.arguments["images"][0])
+        plan = plan_slices(*image.size, config)
         (columns, rows), (width, height) = plan.grid, plan.cell
         enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
         overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
-        return [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
-
-    with mock.patch("refvl.pixels.slices.cut_slices", ours):
-        return _asked(_tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"))
+        parts = [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
+        cut = torch.cat(
+            [slice_rows(torch.from_numpy(np.array(part)).permute(2, 0, 1), plan.patch_size) for part in parts]
+        )
+        pixels = Levels(cut.unflatten(1, (3, 1, -1)), level_table(config)).normalize()
+        run = model.trace(
+            **request.arguments, max_new_tokens=16, replace={"patchify": lambda _, pixels=pixels: [pixels]}
+        )
+        said.append(run.text)
+    return _paired(requests, said)
 
 
 @exercise(
-    "Read the slices as you read a page: which of row and column changes faster?",
+    "Read the slices as you read a page: does the row or the column change faster?",
     "Pillow's boxes begin with x, and x grows with the column.",
     "for r in range(rows), for c in range(columns): (c * width, r * height, (c + 1) * width, (r + 1) * height).",
     ask=_ask_slice_boxes,
@@ -1013,13 +1025,13 @@ def _ask_rgb_frame(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "A red thing is called blue: which axis of the array is the wrong way round?",
-    "OpenCV's frames are (H, W, 3) with the channels blue, green, red. Height and width are right.",
-    "frame[..., ::-1] is a view with a negative stride, which torch does not take: copy it.",
+    "A red object is called blue: which axis of the array is reversed?",
+    "OpenCV's frames are (H, W, 3) with the channels blue, green, red. Height and width are correct.",
+    "frame[..., ::-1] is a view with a negative stride, which torch rejects: copy it.",
     ask=_ask_rgb_frame,
 )
 def check_rgb_frame(function: Callable) -> str:
-    """`function(frame (H, W, 3) uint8, blue first) -> (H, W, 3) uint8, red first`; the frame given stays as it is."""
+    """`function(frame (H, W, 3) uint8, blue first) -> (H, W, 3) uint8, red first`; the given frame must not change."""
     cases = {"a pixel": (1, 1), "a frame": (2, 3), "a square": (3, 3)}
     for case, (height, width) in cases.items():
         frame = np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
@@ -1031,8 +1043,8 @@ def check_rgb_frame(function: Callable) -> str:
 
 @exercise(
     "A power law is a straight line on logarithmic axes, and its exponent is the slope.",
-    "Small sizes pay a fixed cost and bend the line: take the four largest alone.",
-    "Least squares over x = log(size) and y = log(seconds): sum((x - mean x) * y) / sum((x - mean x)^2).",
+    "Small sizes pay a fixed cost, which bends the line: use only the four largest.",
+    "Fit by least squares, with x = log(size) and y = log(seconds): sum((x - mean x) * y) / sum((x - mean x)^2).",
 )
 def check_exponent(function: Callable) -> str:
     """`function(sizes, seconds) -> float`: the slope through the four largest sizes, on logarithmic axes."""
@@ -1056,8 +1068,8 @@ def check_exponent(function: Callable) -> str:
 
 
 @exercise(
-    "The first round is a warm-up: it counts on neither side.",
-    "A disturbance in a round slows both sides of it: divide within a round first.",
+    "The first round is a warm-up: leave it out on both sides.",
+    "A disturbance slows both programs in a round: divide within each round first.",
     "The median of theirs / ours over the remaining rounds.",
 )
 def check_times_as_fast(function: Callable) -> str:
@@ -1078,12 +1090,12 @@ def check_times_as_fast(function: Callable) -> str:
 
 
 def _as_number(function: Callable) -> Callable:
-    """Numbers are compared up to rounding where they are tensors."""
+    """Return the function's number as a tensor, because tensors are compared up to rounding."""
     return lambda *arguments: torch.tensor(float(function(*arguments)))
 
 
 def _ask_merged_weight(function: Callable) -> list[Said]:
-    """The head of a model, with an adapter in it that exchanges two words: what is red is called blue."""
+    """Ask a model with an adapter merged into its head, which swaps the words red and blue."""
     model = _tiny("qwen2_5_vl")
     head = model.language_model.lm_head
     weight = head.weight.detach().clone()
@@ -1103,13 +1115,13 @@ def _ask_merged_weight(function: Callable) -> list[Said]:
 
 
 @exercise(
-    "Two narrow matrices make one as large as the weight: which of them comes first?",
+    "The product of the two narrow matrices is as large as the weight: which of them comes first?",
     "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha sets the strength, whatever the rank.",
     "weight + lora_alpha / rank * b @ a",
     ask=_ask_merged_weight,
 )
 def check_merged_weight(function: Callable) -> str:
-    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: what PEFT's merging makes of it."""
+    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: the weight after PEFT's merge."""
     generator = torch.Generator().manual_seed(0)
     cases: dict[str, Any] = {}
     for m, n, rank, lora_alpha in [(3, 3, 1, 1), (4, 6, 2, 8), (6, 4, 4, 2)]:
@@ -1121,8 +1133,8 @@ def check_merged_weight(function: Callable) -> str:
 
 @exercise(
     "`model.layers` and `model.visual` both begin with `model.`: look at the part after it.",
-    "Three cases: `visual.` gets `model.` in front; `model.` becomes `model.language_model.`; the rest stays.",
-    "Test for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it once.",
+    "Three cases: `visual.` gets the prefix `model.`; `model.` becomes `model.language_model.`; the rest stays.",
+    "Check for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it only once.",
 )
 def check_adapter_name(function: Callable) -> str:
     """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52."""
@@ -1174,7 +1186,7 @@ def serve(
 
 
 def _ask_embeddings(function: Callable) -> list[Said]:
-    """Two scenes of one size, then the first again; the tower writes into one buffer."""
+    """Ask about two scenes of one size, then about the first again; the tower writes into one buffer."""
     model, runs = _circles(2)
     kept, buffer = {}, torch.empty_like(runs[0].embeds[0])
     pixels = [torch.from_numpy(np.array(run.media[0])) for run in runs]
@@ -1189,7 +1201,7 @@ def _ask_embeddings(function: Callable) -> list[Said]:
 
 
 def _embedded(image: Tensor, weights: str) -> Tensor:
-    """(14,): what a tower with these weights might make of an image of twelve values."""
+    """Return (14,) numbers in place of a tower's embedding of an image of twelve values."""
     return torch.tensor([float(weights), len(image), *image.flatten().tolist()])
 
 
@@ -1201,7 +1213,7 @@ def _embedded(image: Tensor, weights: str) -> Tensor:
     ask=_ask_embeddings,
 )
 def check_embeddings(function: Callable) -> str:
-    """`function(kept, ids, images, weights, encode)`: embeddings of each image, none of which is encoded twice."""
+    """`function(kept, ids, images, weights, encode)`: the embeddings of each image; no image is encoded twice."""
     a, b = (torch.arange(12, dtype=torch.uint8).view(2, 2, 3) + i for i in (0, 100))
     cases = {  # requests: images, weights
         "token ids alone": [([a], "1"), ([b], "1")],
@@ -1230,7 +1242,7 @@ def check_embeddings(function: Callable) -> str:
 
 
 def _ask_max_pixels(function: Callable) -> list[Said]:
-    """Scenes of 84 x 84 px, to a model that may take as many pixels as the reader's function allows nine tokens."""
+    """Ask about scenes of 84 x 84 px; the pixel limit is the result of the reader's function for nine tokens."""
     folder, requests = DATA / "checkpoints/tiny-qwen2_5_vl", requests_for("color", 6, split="demo")
     model = refvl.load(folder, device="cpu", progress=False)
     config = model.processor.image_config
@@ -1252,7 +1264,7 @@ def check_max_pixels(function: Callable) -> str:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """A thinking model's text as (thought, answer), without tags."""
+    """Split a thinking model's text into (thought, answer), without tags."""
     thought, closed, answer = text.rpartition("</think>")
     if not closed:
         thought, answer = (text, "") if text.lstrip().startswith("<think>") else ("", text)
@@ -1261,9 +1273,9 @@ def split_thought(text: str) -> tuple[str, str]:
 
 
 @exercise(
-    "What comes before the last </think> is thought, what comes after it is the answer.",
-    "str.rpartition gives three parts; the middle one is empty if the mark is not there.",
-    "Without </think> all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.",
+    "The text before the last </think> is the thought; the text after it is the answer.",
+    "str.rpartition returns three parts; the middle part is empty if the tag is missing.",
+    "Without </think>, all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.",
 )
 def check_split_thought(function: Callable) -> str:
     """`function(text) -> (thought, answer)`, both without tags and stripped."""

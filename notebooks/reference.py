@@ -89,7 +89,6 @@ UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.ar
     " vision_start_token_id",
     "frames": "FrameSample.indices frames frames_indices max_frames num_frames pos_emb_time temporal_patch_size"
     " total_num_frames",
-    "grid steps": "plot_clip_positions.t",
     "seconds": "duration max_duration second_per_grid seconds seconds_saved timestamps video_second_per_grid",
     "microseconds": "device_us launch_us",
     "tenths of a second": "max_temporal_size temporal_ids",

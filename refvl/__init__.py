@@ -4,8 +4,8 @@
     model = refvl.load("data/checkpoints/tiny-qwen2_5_vl")
     print(model.chat("What color is the circle?", images=["data/pictures/scene.png"]))
 
-`load` returns a `VLM`, whose `trace` returns a `Trace`. Start reading at `refvl/pipeline.py`. The other folders are
-the stages from an image to text; they are imported on first use: `refvl.positions`, `refvl.graphs`, ...
+`load` returns a `VLM`, whose `trace` returns a `Trace`. Start reading at `refvl/pipeline.py`. The other folders are the
+stages from an image to text, and are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib
@@ -36,7 +36,7 @@ def __getattr__(name: str):  # transformers is slow to import, and `import refvl
         raise AttributeError(f"module 'refvl' has no attribute {name!r}")
     try:
         return importlib.import_module(_ROOMS[name])
-    except ImportError as error:  # tools that inspect a module, such as `help`, expect no other error
+    except ImportError as error:  # tools that inspect a module, such as `help`, expect this type of error
         raise AttributeError(f"refvl.{name} cannot be imported: {error}") from error
 
 

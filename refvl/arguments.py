@@ -1,4 +1,4 @@
-"""Arguments that callers write by hand - grids, sizes, ids, masks, times, names - as Python numbers, or an error."""
+"""Checks of arguments that callers write by hand: grids, sizes, ids, masks, times and names, as Python numbers."""
 
 import difflib
 import math
@@ -21,14 +21,14 @@ from refvl.checks import (
 
 MAX_FRAMES = 2**24  # of a video: three days at 60 frames per second
 MAX_SECONDS = 10**6  # at most eleven days between two grid steps
-MAX_PLAN_BYTES = 2**30  # the limit for one plan's vectors (one vector per patch)
+MAX_PLAN_BYTES = 2**30  # the limit for the vectors of one plan (one vector per patch)
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
-    Raises TypeError for a wrong kind and ValueError for a wrong shape or value. h and w must be multiples of
+    Raises TypeError for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
     `spatial_merge_size`, because a merged token needs its whole block of patches.
     size: the number of bytes that a plan stores for each patch, see `check_room`.
     """
@@ -54,7 +54,7 @@ def as_size(size, name: str) -> tuple[int, int]:
 
 
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
-    """Return `values` as rows of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
+    """Return `values` as tuples of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
 
     items: the noun for the rows in error messages.
     """
@@ -83,9 +83,9 @@ def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
 
 
 def check_plan(encoder: Any, layouts: list) -> list:
-    """Return the layouts of a batch; raise ValueError if it has more patches than one plan may hold.
+    """Return the layouts of a batch; raise ValueError if it has more patches than one plan may contain.
 
-    If `config` is None, the encoder is a part of another one, which has already checked the sizes.
+    If `config` is None, the encoder is part of a larger encoder, which has already checked the sizes.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)
@@ -122,8 +122,9 @@ def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     """Return the (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on the left.
 
-    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises TypeError or ValueError, naming the
-    argument and the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
+    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises a TypeError or ValueError that names the
+    argument and the prompt. The causes are empty prompts, mask values other than 0 and 1, padding that is not on the
+    left, and ids outside the vocabulary.
     """
     ids = check_token_ids(input_ids).cpu()
     if not ids.numel():
@@ -143,13 +144,16 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 
 
 def as_list(values, name: str):
-    """Return a tensor or array as nested lists, and anything else as it is; raise TypeError as `check_values` does."""
+    """Return a tensor or array as nested lists, and any other value unchanged.
+
+    Raise TypeError as `check_values` does.
+    """
     values = check_values(values, name) if isinstance(values, Tensor) else values
     return values.tolist() if hasattr(values, "tolist") else values
 
 
 def as_sequence(values, name: str) -> Sequence:
-    """Return `values`, see `as_list`, if it is a sequence other than a text; raise TypeError naming `name`."""
+    """Return `values`, see `as_list`, if it is a sequence but not a string; raise TypeError naming `name`."""
     values = as_list(values, name)
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")
@@ -157,7 +161,7 @@ def as_sequence(values, name: str) -> Sequence:
 
 
 def check_count(value, name: str, most: int = MAX_PATCHES) -> int:
-    """Return a number of things, an integer from 1 to `most`; raise TypeError or ValueError naming `name`."""
+    """Return a count, an integer from 1 to `most`; raise TypeError or ValueError naming `name`."""
     if (count := check_positive_int(value, name)) > most:
         raise ValueError(f"{name}: must be at most {most:,}, got {count:,}")
     return count
@@ -171,7 +175,7 @@ def check_mask(keep_L, positions_3L) -> None:
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
-    """Return one positive number for each of `count` videos, as floats; values: a sequence or a tensor (videos,)."""
+    """Return one positive float for each of `count` videos; values: a sequence or a tensor (videos,)."""
     values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")

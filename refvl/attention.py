@@ -1,8 +1,8 @@
 """Variable-length attention with a choice of explicit backends.
 
-The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` marks where each
-begins. Tokens attend only within their own segment. In self-attention, queries and keys have the same segments;
-the resampler's cross-attention uses the same backends. Only `masked` builds a mask:
+The encoder concatenates all segments (windows, or whole frames) into one sequence; `cu_seqlens` marks the start of
+each. Tokens attend only within their own segment. In self-attention, queries and keys have the same segments; the
+resampler's cross-attention uses the same backends. Only `masked` builds a mask:
 
 - `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
 - `flash`:  flash-attn 2 as a package, if it is installed and requested (same devices and dtypes)
@@ -10,8 +10,8 @@ the resampler's cross-attention uses the same backends. Only `masked` builds a m
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
 - `masked`: every device and dtype: for captured graphs if varlen cannot run; see `refvl.masked_attention`
 
-Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension. A group has G
-segments of S queries and T keys each.
+Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K head dimension. A group has
+G segments with S queries and T keys each.
 """
 
 import functools
@@ -31,15 +31,16 @@ from refvl.masked_attention import is_padding, masked_sdpa
 
 BACKENDS = ("varlen", "flash", "cudnn", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
-AMPERE = (8, 0)  # the lowest compute capability at which a GPU computes in bfloat16 and runs flash-attn 2
+AMPERE = (8, 0)  # the lowest compute capability that supports bfloat16 and flash-attn 2
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
 
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
-    """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` always do.
+    """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` are always included.
 
-    The flash kernels behind `varlen` and `flash` run from Ampere on (not on a T4 or V100). They accept head dimensions
-    up to 256 that are multiples of 8, `cudnn` up to 128. `cudnn` comes last, so "auto" never chooses it.
+    The flash kernels behind `varlen` and `flash` need Ampere or later (they do not run on a T4 or V100). They accept
+    head dimensions up to 256 that are multiples of 8; `cudnn` accepts them up to 128. `cudnn` comes last, so "auto"
+    never chooses it.
     """
     fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
     kernels = [name for name, where in KERNELS.items() if fits and _find(*where)]
@@ -54,7 +55,7 @@ def is_ampere(device) -> bool:
 
 
 def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
-    """Resolve "auto" to the best backend for device, dtype and head dimension; check an explicit request.
+    """Resolve "auto" to the best backend for the device, dtype and head dimension; check an explicit request.
 
     Raises ValueError if the requested backend is unknown or cannot run there.
     """
@@ -72,7 +73,7 @@ def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 6
 def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Group segments of equal length: one (G, S) int64 tensor of token indices per distinct length S.
 
-    This copies `cu_seqlens` (segments + 1,) back to Python, so it belongs in `plan`. Empty segments are left out.
+    This copies `cu_seqlens` (segments + 1,) back to Python, so it belongs in `plan`. Empty segments are omitted.
     """
     starts = cu_seqlens.cpu().numpy()
     lengths = np.diff(starts)
@@ -90,14 +91,17 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The inputs of self-attention in addition to q, k and v; the metadata of most towers extend them."""
+    """The inputs of self-attention in addition to q, k and v; the metadata classes of most towers extend this class."""
 
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, in tokens, with a leading 0
     groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # segments of equal length; only for sdpa
     max_seqlen: int  # the number of tokens in the longest segment; a captured graph stores it as a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
-        """Return (N, H * K), heads side by side, see `varlen_attention`; rows after the last segment are undefined."""
+        """Return (N, H * K) with the heads side by side, see `varlen_attention`.
+
+        Rows after the last segment are undefined.
+        """
         cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
         groups = self.groups
         if groups is None and backend == "sdpa":
@@ -114,7 +118,7 @@ def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[s
 
 
 def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
-    """Return the fields of `Segments` at full size: one segment holds all tokens, the others are empty but valid."""
+    """Return the fields of `Segments` at full size: one segment contains all tokens, the others are empty but valid."""
     return plan_segments([max_tokens] + [0] * (max_segments - 1), with_groups=False)
 
 
@@ -128,11 +132,11 @@ def varlen_attention(
     backend: str,
     groups: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
+    """Compute non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
 
-    q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, leading 0. max_seqlen: the longest
-    segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed here).
-    Returns (N, H, K), zero in rows after the last segment. Raises ValueError for an unknown backend or if the
+    q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0. max_seqlen: the length
+    of the longest segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed here).
+    Returns (N, H, K), with zeros in rows after the last segment. Raises ValueError for an unknown backend or if the
     shapes differ. Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
@@ -144,9 +148,9 @@ def varlen_attention(
 
 
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
-    """Zero the rows after the last segment, because the kernels leave them unwritten.
+    """Zero the rows after the last segment, because the kernels do not write them.
 
-    An encoder skips this: nothing reads these rows, and it would add four kernels to every layer.
+    An encoder skips this step: nothing reads these rows, and the step would add four kernels to every layer.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -154,8 +158,8 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
-    """Attend with a backend; shapes have been checked. groups: read by `sdpa` only."""
-    if len(cu_seqlens_q) < 2:  # there are no segments, which the kernels refuse
+    """Attend with the given backend; the shapes have been checked. groups: only `sdpa` reads them."""
+    if len(cu_seqlens_q) < 2:  # there are no segments, which the kernels do not accept
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
@@ -196,7 +200,7 @@ KERNELS = {  # backend -> module and name of its function
 
 @functools.cache
 def _find(module: str, function: str) -> Any:
-    """Return the function, or None if it is missing: flash-attn 4 alone installs a package of that name without it."""
+    """Return the function, or None if it is missing: flash-attn 4 alone installs the package without it."""
     try:
         return getattr(importlib.import_module(module), function, None)
     except ImportError:

@@ -19,7 +19,7 @@ from refvl.printing import printable
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # files that transformers and the tokenizer read; errors of theirs do not name the file
+JSON_FILES = (  # files that transformers and the tokenizer read; their errors do not name the file
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
@@ -41,9 +41,9 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
-    weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
+    weights=False downloads only configs and the tokenizer. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
     `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json.
-    Raises ValueError for a revision of a local folder or a JSON file that is not an object.
+    Raises ValueError for a revision of a local folder, or for a JSON file that does not contain an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
@@ -71,20 +71,20 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
-    except Exception as error:  # the model is offline, gated or misspelt: one sentence, with the cause attached
+    except Exception as error:  # the model is offline, gated or misspelt: raise one sentence with the cause attached
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub answered: {reason}") from error
+        raise FileNotFoundError(f"{name}: {repo_id!r} is not a local folder, and the hub replied: {reason}") from error
 
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
-    """Download only the shards with the vision tower, for a hub id whose configs are in `folder`."""
+    """Download only the shards that contain the vision tower, for a hub id whose configs are in `folder`."""
     if not (os.path.exists(Path(path_or_id).expanduser()) or folder.parent == DATA / "checkpoints"):
         shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
         download(str(path_or_id), shards, hub)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError, naming the key, for sizes in a config that are not numbers, or too small or large to build."""
+    """Raise ValueError, naming the key, if a size in a config is no number, or is too small or too large to build."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")
@@ -98,11 +98,10 @@ def check_sizes(values: Mapping, name: str) -> None:
 
 
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, else the index's shards, as transformers does.
+    """Return the safetensors files of a checkpoint: model.safetensors, or else the index's shards, as in transformers.
 
-    pattern: a regular expression; shards that contain no matching weight may be missing. Raises FileNotFoundError
-    if there are no files or some are missing, and ValueError for an index that is malformed or names a file outside
-    the folder.
+    pattern: a regular expression; shards that contain no matching weight may be missing. Raises FileNotFoundError if
+    there are no files or some are missing, and ValueError if the index is malformed or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
@@ -110,7 +109,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
         raise FileNotFoundError(f"{folder}: no *.safetensors file to read: neither {WEIGHTS} nor one named by {INDEX}")
     files = [folder / file for file in shards_of(folder, pattern)]
     if lacking := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
+        raise FileNotFoundError(f"{folder}: the index names shards that do not exist: {lacking}")
     return files
 
 
@@ -124,7 +123,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
     for weight, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
-        path = PureWindowsPath(file)  # this class accepts both kinds of slashes
+        path = PureWindowsPath(file)  # this class accepts both kinds of slash
         if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     if not weight_map:
@@ -143,7 +142,7 @@ def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[
 
 
 def open_shard(file: Path) -> Any:
-    """Open a safetensors file with `safe_open`. Raises ValueError, naming the file, for anything else."""
+    """Open a safetensors file with `safe_open`. Raises ValueError, naming the file, if it is not a safetensors file."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -164,6 +163,6 @@ def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
     """Return shape, dtype and file offsets of every weight whose name matches `pattern`, without reading tensors."""
     headers = dict[str, TensorInfo]()
     for file in weight_files(folder, pattern):
-        with open_shard(file):  # this refuses a file that is cut short
+        with open_shard(file):  # this raises an error for a truncated file
             headers |= parse_local_safetensors_file_metadata(file).tensors
     return {name: header for name, header in headers.items() if re.search(pattern, name)}

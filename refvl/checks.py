@@ -1,4 +1,4 @@
-"""Clear errors at the public border: they name the argument, the value passed, and the values that are allowed."""
+"""Clear errors at the public border: they name the argument, the value passed, and the allowed values."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 from refvl.printing import printable
 
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**22  # per media item, as for prompt tokens: more than any model accepts; plans stay below 2 GB
-WORDED = (ValueError, OSError, ImportError)  # the messages of these errors need no context
+MAX_PATCHES = 2**22  # per media item and per prompt: more than any model accepts; plans stay below 2 GB
+WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 has no meaning without its scale
 
 
 def is_integer(value) -> bool:
-    """Return whether `value` has an integer type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
+    """Return whether `value` is an int, or a scalar of an integer dtype of NumPy or torch, but not a bool."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and _holds_integers(value) and not value.is_meta and value.layout == torch.strided
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -40,14 +40,14 @@ def check_positive_int(value, name: str) -> int:
 
 
 def check_positive_ints(**values) -> list[int]:
-    """Return several values as positive ints; each is checked under its keyword."""
+    """Return several values as positive ints; errors name the keyword of the value."""
     return [check_positive_int(value, name) for name, value in values.items()]
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`.
+    """Return `value` as a float if it is a real number in Python or NumPy; raise TypeError naming `name`.
 
-    An integer beyond the largest float is infinite.
+    An integer above the largest float becomes infinity.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
@@ -78,10 +78,10 @@ def check_pruning_rate(q, name: str = "q") -> float:
 
 
 def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
-    """Raise unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
+    """Raise an error unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
 
-    An int must be equal; so must the int of a (counted, int) pair, whose word names the unit in the message. A string
-    or None matches any size.
+    An int must match exactly; in a (counted, int) pair, the int must match, and the word names the unit in the message.
+    A string or None matches any size.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -101,8 +101,8 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 def check_floats(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it is a dense tensor of floating-point numbers; raise TypeError naming `name`.
 
-    Integers (unnormalised pixels), booleans, complex numbers and sparse tensors are refused, and so are float8 and
-    quantised values, which mean nothing without their scale.
+    Integers (unnormalised pixels), booleans, complex numbers and sparse tensors raise TypeError. So do float8 and
+    quantised values, which have no meaning without their scale.
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
@@ -143,10 +143,10 @@ def _holds_integers(tensor: Tensor) -> bool:
 
 
 def read_json(path: Path) -> dict:
-    """Return the object in a JSON file. Raises ValueError, naming the file, for anything else."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, if it does not contain one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 raise a ValueError, too
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 also raise ValueError
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
@@ -160,5 +160,5 @@ def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[No
         yield
     except passed:
         raise
-    except Exception as error:  # values of a wrong type or size cause errors of all kinds
+    except Exception as error:  # values of a wrong type or size can cause any kind of error
         raise ValueError(f"{what}: {printable(error) or type(error).__name__}") from error

@@ -1,9 +1,11 @@
-"""The parts of a family: an `Encoder` and a `Processor`. No class inherits from these; they match by structure.
+"""The parts of a family: an `Encoder` and a `Processor`.
 
-A *layout* describes the arrangement of one item's rows and depends only on its size. It is (t, h, w) in patches for
-Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes
-it, the encoder plans it, and both count the same tokens: `media_tokens(kind, layout).num_tokens ==
-item_size(layout)[1]`.
+No class inherits from these protocols; classes match them by structure.
+
+A *layout* describes the arrangement of the patch rows of one item, and depends only on the item's size. It is (t, h, w)
+in patches for Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, and a `CropLayout` for Step3-VL. It is hashable.
+The processor makes the layout and the encoder plans it. Both count the same tokens: `media_tokens(kind,
+layout).num_tokens == item_size(layout)[1]`.
 
 Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
 """
@@ -30,62 +32,69 @@ class PlansAndEncodes(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights; rows and plans must be there, too."""
+        """The device of the weights; patch rows and plans must be on it, too."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights and of the embeddings."""
 
     def check_layouts(self, layouts: Any, *, name: str = "layouts") -> Sequence[Any]:
-        """Return the layouts of a batch, normalised; raise ValueError or TypeError naming the fault."""
+        """Return the layouts of a batch, normalised; raise ValueError or TypeError for an invalid layout."""
 
     def item_size(self, layout: Any) -> tuple[int, int, int]:
         """Return (patch rows, output tokens, frames) of one media item."""
 
     def plan(self, layouts: Any) -> Any:
-        """Plan a batch: a frozen dataclass of tensors and integers, with a padding rule for each tensor."""
+        """Plan a batch: return a frozen dataclass of tensors and integers, with a padding rule for each tensor."""
 
     def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
-        """Encode (N, C) patch rows as (M, D), or (M, D * (1 + k)) if k DeepStack features follow each embedding."""
+        """Encode (N, C) patch rows as (M, D), or as (M, D * (1 + k)) if k DeepStack features follow each embedding."""
 
 
 class GraphEncoder(PlansAndEncodes, Protocol):
-    """The methods that graphs need of an encoder, or of each of its paths.
+    """The methods that graphs need from an encoder, or from each of its paths.
 
     An encoder with several paths has a mapping `paths` from name to `GraphEncoder`, in the order of an item's rows. Its
-    `path_layouts(layout)` maps each name to the part of an item that the path encodes; None: no part. The items of a
-    path consist of equal units, and `tokens` is the number of output tokens per unit.
+    `path_layouts(layout)` maps each name to the part of an item that the path encodes, or to None if there is no such
+    part. The items of a path consist of equal units, and `tokens` is the number of output tokens per unit.
     """
 
     @property
     def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" if all segments have one length.
+        """The backend to capture: "varlen", "masked", or "sdpa" if all segments have the same length.
 
         Encoders without a graph path raise ValueError.
         """
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
-        """Return a plan with every tensor as long, and every integer as large, as any batch within the limits needs."""
+        """Return a plan whose tensors and integers are large enough for any batch within the limits."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return (patch rows, C) zeros for `max_tokens` output tokens; items with more rows need a larger budget."""
+        """Return zeros of shape (patch rows, C) for `max_tokens` output tokens.
+
+        Items with more rows need a larger budget.
+        """
 
 
 class Encoder(PlansAndEncodes, Protocol):
-    """A module from patch rows of media to embeddings of the language model's width. It is an `nn.Module`, one class
-    per architecture.
+    """A module that turns the patch rows of media into embeddings of the language model's width.
 
-    It is a `GraphEncoder` as well, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
+    It is an `nn.Module`; each architecture has one class.
+
+    It is also a `GraphEncoder`, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
     """
 
     config: Any  # has the tower's depth, num_heads and head_dim, and patch_values, the number of values in a patch row
     is_compiled: bool  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
-        """Let torch compile each block of the tower as a whole, for all sizes, when it first runs."""
+        """Make torch compile each block of the tower as a whole, for all sizes, when the block first runs."""
 
     def backend(self, attention: str | None, device: torch.device) -> str:
-        """Return the backend of `refvl.attention` for inputs on `device`; attention: the backend of a call."""
+        """Return the backend of `refvl.attention` for inputs on `device`.
+
+        attention: the backend requested for this call.
+        """
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> Any:
@@ -96,10 +105,10 @@ class Encoder(PlansAndEncodes, Protocol):
         """The blocks of the tower; each is called with (N, E) and the inputs of its attention, such as `Segments`."""
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """Return, for each pass through the blocks in a forward, the patch row of each input position; -1: none."""
+        """Return the patch row of each input position for each pass through the blocks in a forward; -1 means none."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled."""
+        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that received a value."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As in every `nn.Module`."""
@@ -115,11 +124,11 @@ class Processor(Protocol):
     """The path from a question and media to token ids and patch rows, configured by a checkpoint folder's files."""
 
     token_ids: dict[str, int]  # the placeholders: {"image": id, "video": id}
-    image_config: Any  # how an image is prepared
-    video_config: Any  # how a video is prepared; None if the model accepts no video
-    limits: MediaLimits  # limits on decoding; may be replaced
-    assumed: bool  # whether the pixel limits are the class's defaults, because no file sets them
-    tokenizer: Any  # None: the processor plans and counts, but builds no prompt
+    image_config: Any  # the settings for preparing an image
+    video_config: Any  # the settings for preparing a video; None if the model accepts no video
+    limits: MediaLimits  # limits on decoding, which a caller may replace
+    assumed: bool  # whether the pixel limits are the class's defaults because no file sets them
+    tokenizer: Any  # None: the processor plans and counts tokens, but builds no prompt
 
     def __init__(self, config: Any) -> None:
         """Build a processor from a config alone, for planning."""
@@ -134,7 +143,7 @@ class Processor(Protocol):
 
     @property
     def clip_sampling(self) -> str:
-        """A description of how a video file is sampled, if `video_config` does not contain it all; else empty."""
+        """A description of the video sampling if `video_config` does not contain all of it; otherwise empty."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -142,44 +151,51 @@ class Processor(Protocol):
 
     @property
     def largest_picture(self) -> int:
-        """The number of tokens of the largest image that the limits allow."""
+        """The number of tokens in the largest image that the limits allow."""
 
     def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
         """Return checked chat messages."""
 
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
-        """Decode the media of the messages, in order of appearance."""
+        """Decode the media items of the messages, in order of appearance."""
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Return which of a file's `total` frames are read; raise ValueError if the model accepts no video."""
+        """Return the indices of the frames that are read from a file of `total` frames.
+
+        Raise ValueError if the model accepts no video.
+        """
 
     def load_video(self, source: Any, options: dict) -> Video:
-        """Load a video, sampled by a message's `options`, else by the checkpoint's rule; ValueError if unsupported."""
+        """Load a video, sampled by a message's `options` or else by the checkpoint's rule.
+
+        Raise ValueError if unsupported.
+        """
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Turn each media item into patch rows, with its layout and the extents that the language model sees."""
 
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
-        """Return the `media_tokens` that `patchify` would report, without touching a pixel."""
+        """Return the `media_tokens` that `patchify` would report, without processing pixels."""
 
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """Yield (layout, patch rows) of an item's consecutive parts, at most max_tokens tokens each if possible."""
+        """Yield (layout, patch rows) for consecutive parts of an item, each of at most max_tokens tokens, if it can."""
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
-        """Return the layout that `patchify` gives a decoded item, from its size alone."""
+        """Return the layout that `patchify` gives a decoded item, computed from the item's size alone."""
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return how the language model sees an item of this layout."""
+        """Return the extents that the language model sees for an item of this layout."""
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """Return (L,) prompt ids with every placeholder repeated. Special tokens in the caller's strings are text
-        unless
-        `allow_special_tokens`."""
+        """Return the prompt's ids, (L,), with every placeholder repeated.
+
+        Special tokens in the caller's strings are treated as text unless `allow_special_tokens` is set.
+        """
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Return (L,) ids in which the placeholders of each kind, and nothing else, have the id of that kind."""
+        """Return (L,) ids in which the placeholders of each kind, and no other tokens, have the id of that kind."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Turn token ids back into text."""
+        """Decode token ids into text."""

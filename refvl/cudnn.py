@@ -17,7 +17,7 @@ def can_run(device: torch.device | str, head_dim: int) -> bool:
 def attend(
     q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int
 ) -> Tensor:
-    """Attend with cuDNN; (M, H, K), like the other kernels of `refvl.attention`."""
+    """Attend with cuDNN; return (M, H, K), like the other kernels of `refvl.attention`."""
     op = torch.ops.aten._cudnn_attention_forward
     segments = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     return op(q_MHK, k_NHK, v_NHK, None, *segments, compute_log_sumexp=False)[0]

@@ -31,7 +31,7 @@ from refvl.positions.canvas import CanvasMarks
 from refvl.processors import glm4v, kimi_k25, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.tokenizers import TOKENIZER_FILES
 
-CAPABILITIES = {  # optional feature of a family -> the argument that requests it
+CAPABILITIES = {  # optional capability of a family -> the argument that requests it
     "drafts": "prompt_lookup_num_tokens",
     "assistant": "assistant_model",
     "chunks": "prefill_chunk",
@@ -54,20 +54,20 @@ class Family:
     model_types: tuple[str, ...]
     encoder: type[Encoder]
     processor: type[Processor]
-    vision_prefix: str = r"^(model\.)?visual\."  # regular expression for the vision tower's names in checkpoints
+    vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
     text_model: type[CausalTextModel] = CausalTextModel
     config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
     version: str | None = None  # used if families share a model_type, see `minicpmv_version`
-    left_out: str = "(?!)"  # regular expression for checkpoint names that are neither vision nor text
+    left_out: str = "(?!)"  # a regular expression for checkpoint names that are neither vision nor text
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
 
     @property
     def can(self) -> Mapping[str, bool]:
-        """A dict from each of `CAPABILITIES` to whether this family has it."""
+        """A dict that maps each of `CAPABILITIES` to whether this family has it."""
         return {capability: capability not in self.cannot for capability in CAPABILITIES}
 
     def require(self, capability: str) -> None:
-        """Raise ValueError, naming the argument and the family, if the family lacks this one of `CAPABILITIES`."""
+        """Raise ValueError, naming the argument and the family, if the family lacks this capability."""
         if capability in self.cannot:
             raise ValueError(f"{CAPABILITIES[capability]}: not supported by {self.name}, {self.cannot[capability]}")
 
@@ -102,7 +102,7 @@ FAMILIES = (
              cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
-    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work the same way
+    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work in the same way
              encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, version="2.6",
              config=partial(MiniCPMVConfig, Qwen2Config)),
     MINICPMV("MiniCPM-V 4.0", ("minicpmv",), encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, version="4.0",
@@ -117,12 +117,12 @@ FAMILIES = (
            KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files distinguishes them
+# GLM-4.5V and GLM-4.6V share a model_type; the class name in a folder's files distinguishes them
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
-    """Return the family of a config; raise ValueError listing the known ones."""
+    """Return the family of a config; raise ValueError listing the known families."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     families = {family.version: family for family in FAMILIES if model_type in family.model_types}
     if not families:
@@ -139,9 +139,10 @@ def find_family(config: PretrainedConfig | dict) -> Family:
 
 
 def minicpmv_version(values: dict) -> str:
-    """Return the version of a MiniCPM-V config.json: the one it names, or else the one that its sizes imply.
+    """Return the version of a MiniCPM-V config.json: the version it names, or else the version that its sizes imply.
 
-    The first two releases do not name theirs: a width of 2304 with 64 queries implies 2.0, anything else 2.5.
+    The configs of the first two releases do not name a version: a width of 2304 with 64 slice queries implies 2.0; all
+    others are 2.5.
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)
@@ -167,15 +168,13 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     values = _without_code(values)
     model_type = values.pop("model_type")
     if not family.config and model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"model_type: {model_type!r} needs transformers 5.23 or later, {transformers.__version__} is here"
-        )
+        raise ValueError(f"model_type: {model_type!r} needs transformers 5.23 or later, got {transformers.__version__}")
     with blame(name):
         return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
 
 
 def _without_code(values: dict) -> dict:
-    """Remove names of kernels from a config, at any level: transformers would fetch those from the hub and run them."""
+    """Remove kernel names from a config, at any level; transformers would fetch these kernels from the hub."""
     kept = {key: value for key, value in values.items() if not re.search(r"_implementation(_internal)?$", str(key))}
     return {key: _without_code(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -183,8 +182,8 @@ def _without_code(values: dict) -> dict:
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text config, with the settings that belong to it but are stored outside of it.
 
-    In older configs this is the flag for shared weights of embedding and head. With DeepStack it is the number of
-    layers that add features, and with a canvas the ids of its special tokens.
+    In older configs, this includes the flag for shared weights of the embedding and the head. With DeepStack, it
+    includes the number of layers that add features; with a canvas, the ids of its special tokens.
     """
     text_config = config.get_text_config()
     if hasattr(config, "tie_word_embeddings"):
@@ -198,7 +197,7 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
-    """Load the vision tower of the checkpoint in `folder` strictly, on `device` in `dtype`; read no other weights."""
+    """Load the vision tower of the checkpoint in `folder` strictly, onto `device` in `dtype`; read no other weights."""
     prefix = find_family(config).vision_prefix
     there = sum(header.parameter_count for header in weight_headers(folder, prefix).values())
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention, stored=there)
@@ -215,7 +214,7 @@ def warn_of_left_out(folder: Path, family: Family) -> None:
 
 
 def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
-    """Build the tower at its true shape with random weights (normal, std 0.02; norms 1, biases 0)."""
+    """Build the tower at full size with random weights (normal, std 0.02; norms 1, biases 0)."""
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
     if encoder.device.type == "meta":
         return encoder
@@ -230,25 +229,25 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 
 
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
-    """Build the tower with uninitialised memory on `device` (none on `meta`).
+    """Build the tower with uninitialised memory on `device` (without memory on `meta`).
 
-    stored: the number of values in the checkpoint; ValueError, before memory is allocated, if the tower has over twice
-    as many.
+    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has over
+    twice as many.
     """
     with torch.device("meta"):
         encoder = find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
-    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later on
+    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
         raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights have {stored:,}")
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses a backend that cannot run
     return encoder.to(dtype).to_empty(device=device).eval()
 
 
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
-    """Load the processor of the checkpoint in `folder`; without a tokenizer, it plans but builds no prompts.
+    """Load the processor of the checkpoint in `folder`; without a tokenizer, it can plan but not build prompts.
 
-    The class is the family's, or the GLM class that the files of `folder` name. GLM-GA's files name the class of
-    GLM-4.6V, although their contents are GLM-GA's, so their class is ignored.
+    The class is that of the family, or the GLM class named in the files of `folder`. GLM-GA's files name the class of
+    GLM-4.6V, although their contents are GLM-GA's, so their class name is ignored.
     """
     processor = find_family(config).processor
     if folder and processor is not glm4v.GlmgaProcessor:

@@ -1,4 +1,4 @@
-"""From a folder, a hub id or a config to a `VLM`: choose device and dtype, load the weights, assemble the parts."""
+"""From a folder, a hub id or a config to a `VLM`: choose the device and dtype, load the weights, assemble the parts."""
 
 import inspect
 import os
@@ -31,7 +31,7 @@ from refvl.serving.provenance import sources
 from refvl.serving.tower import NoText
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model
+PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
     "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
     "distributed_config", "quantization_config",
 )  # fmt: skip
@@ -63,36 +63,36 @@ def load(
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
-    device: "auto" takes CUDA if there is one; with torchrun, "auto" and "cuda" give each process its own GPU.
-    dtype: a torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere
-        (T4, V100) do not compute in bfloat16: they use float16, with a warning.
+    device: "auto" uses CUDA if available; with torchrun, "auto" and "cuda" give each process its own GPU.
+    dtype: a torch dtype or its name; "auto" is the checkpoint's own dtype on CUDA and float32 on a CPU. GPUs before
+    Ampere (T4, V100) do not support bfloat16, so they use float16, with a warning.
     attention: the backend of the vision tower (`refvl.attention`).
-    linear: the kernel of the linear layers in float32 on a CPU: "torch", "onednn", or "auto" for the faster one on
-        this machine (`refvl.serving.linear`).
-    weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a JSON file, a dict). On
-        device "meta" it needs no memory.
-    text: False leaves the language model out. Then only the vision tower's weights are read or downloaded, and only
-        `encode` and `feature_map` run (`refvl.serving.tower`).
-    graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend elsewhere); a dict sets the
-        options of `EncoderGraphManager`.
-    media_cache: the number of tokens whose embeddings are cached, so no item is encoded twice, or a `MediaCache`
-        (`refvl.serving.media_cache`).
-    compile: True decodes answers with a cache of fixed size, for which transformers compiles the decode step on CUDA:
-        the first answer takes longer, later ones less. If the tower runs varlen attention, its blocks are compiled
-        now, behind a progress bar. On other devices, only the size of the cache is fixed.
-    max_cache_len: the minimum size of that cache in tokens, prompt and answer. None: as many as the longest call so
-        far needed; each longer call makes transformers compile again.
-    adapters: folders or hub ids of LoRA adapters to attach, whose effects add up (`refvl.serving.adapters`). A folder
-        that contains an adapter and weights is refused unless adapters is given; [] ignores the adapter.
+    linear: the kernel for float32 linear layers on a CPU: "torch", "onednn", or "auto" for the faster one on this
+    machine (`refvl.serving.linear`).
+    weights: "checkpoint", or "random" to build the full-size model from a config alone (a folder, a JSON file, a dict).
+    On device "meta", no memory is needed.
+    text: False omits the language model. Then only the vision tower's weights are read or downloaded, and only
+    `encode` and `feature_map` can run (`refvl.serving.tower`).
+    graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend on other devices); a dict sets
+    the options of `EncoderGraphManager`.
+    media_cache: the number of tokens whose embeddings are cached, so a cached item is not encoded again, or a
+    `MediaCache` (`refvl.serving.media_cache`).
+    compile: True generates answers with a cache of fixed size, for which transformers compiles the decode step on CUDA.
+        The first answer then takes longer, and later answers take less time. If the tower runs varlen attention, its
+        blocks are compiled now, with a progress bar. On other devices, only the size of the cache is fixed.
+    max_cache_len: the minimum size of that cache in tokens, for the prompt and the answer. None: the size that the
+    longest call so far needed; each longer call makes transformers compile again.
+    adapters: folders or hub ids of LoRA adapters to attach; their effects add up (`refvl.serving.adapters`). If a
+    folder contains both an adapter and weights, `adapters` is required; [] ignores the adapter.
     revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
     torch_dtype: the older name of `dtype` in transformers.
     model_kwargs: arguments of transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a
-        map, spreads its layers over devices, memory and disk (needs accelerate).
+        map, distributes its layers over devices, memory and disk (needs accelerate).
         `distributed_config=DistributedConfig(tp_plan="auto")` of `transformers.distributed` splits every layer among
-        the processes of torchrun. The vision tower stays whole, on `device`.
+        the processes of torchrun. The vision tower is not split; it stays on `device`.
 
-    Raises FileNotFoundError if the checkpoint is missing, TypeError for unknown arguments, ValueError for an unknown
-    family, malformed files or weights that do not fit.
+    Raises FileNotFoundError if the checkpoint is missing, and TypeError for unknown arguments. Raises ValueError for an
+    unknown family, malformed files or weights that do not fit.
     """
     if weights not in ("checkpoint", "random"):
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
@@ -114,7 +114,7 @@ def load(
     if isinstance(graphs, dict):
         check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
     if stored and folder is None:
-        raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+        raise ValueError("weights: a config alone contains no weights; pass a checkpoint folder, or weights='random'")
 
     _check_adapters(adapters, folder if stored else None)
     device = _resolve_device(device)
@@ -144,9 +144,9 @@ def load(
 
 
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
-    """Return the checkpoint's folder, None for a config alone, and the folder of the processor's files, or None.
+    """Return the checkpoint's folder (None for a config alone), and the folder of the processor's files, or None.
 
-    The latter are next to config.json; those of NAME.json are in the folder NAME.
+    The processor's files are next to config.json; those of NAME.json are in the folder NAME.
     """
     if not isinstance(path_or_id, (str, Path)):
         return None, None
@@ -166,17 +166,20 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
     if graphs is not None and not isinstance(graphs, (bool, dict)):
         raise TypeError(f"graphs: expected True, False or a dict of options, got {graphs!r}")
     if "trust_remote_code" in model_kwargs:
-        raise TypeError("trust_remote_code: no code from a checkpoint is run; leave it out")
+        raise TypeError("trust_remote_code: refvl runs no code from a checkpoint; omit it")
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
     if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
     if model_kwargs and not text:
-        raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False leaves out")
+        raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False omits")
 
 
 def _check_adapters(adapters: Any, folder: Path | None) -> None:
-    """Raise TypeError unless `adapters` is a list; ValueError for None if there is an adapter next to the weights."""
+    """Raise TypeError unless `adapters` is a list.
+
+    Raise ValueError for None if there is an adapter next to the weights.
+    """
     if adapters is None:
         if folder and (folder / ADAPTER).is_file():
             ways = f"attach it by adapters=[{str(folder)!r}] (--adapter), or leave it out by adapters=[]"
@@ -186,7 +189,7 @@ def _check_adapters(adapters: Any, folder: Path | None) -> None:
 
 
 def _attach_adapters(vlm: VLM, adapters: Sequence[str | Path]) -> None:
-    """Attach adapters by their folders or hub ids, and activate them all."""
+    """Attach adapters from their folders or hub ids, and activate all of them."""
     for adapter in adapters:
         attach(vlm, adapter, name=str(adapter).replace(".", "_"))
     vlm.adapters.base_model.set_adapter(list(vlm.adapters.peft_config))
@@ -196,9 +199,9 @@ def _load_models(
     folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict,
     text: bool,
 ) -> tuple[Encoder, Any]:  # fmt: skip
-    """Load encoder and text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
+    """Load the encoder and the text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # it may be next to text_config
+    if (how := getattr(config, "quantization_config", None)) is not None:  # the flag may be next to text_config
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
@@ -223,7 +226,7 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """Set up a cache of fixed size and compile the blocks; an empty image is encoded to make torch compile them."""
+    """Set up a cache of fixed size, and encode an empty image, so torch compiles the blocks."""
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
         vlm.language_model.generation_config.max_cache_len = max_cache_len
@@ -235,7 +238,10 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
-    """Capture graphs; if the checkpoint's largest image is small, as in tiny models, it is the smallest budget."""
+    """Capture graphs.
+
+    If the checkpoint's largest image is small, as in tiny models, that image determines the smallest budget.
+    """
     check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
@@ -252,10 +258,10 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"device: {device!r} is no torch device") from error
+        raise ValueError(f"device: {device!r} is not a torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} needs CUDA, but this machine has no CUDA device")
-    if device == torch.device("cuda"):  # with an index, because each thread has a current device of its own
+    if device == torch.device("cuda"):  # with an index, because each thread has its own current device
         own = os.environ.get("LOCAL_RANK")  # with torchrun, each process has its own GPU
         device = torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return device

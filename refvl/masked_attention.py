@@ -1,4 +1,4 @@
-"""Attention for captured graphs if no variable-length kernel runs: one mask, and shapes that follow from sizes."""
+"""Attention for captured graphs if no variable-length kernel runs: one mask, and shapes that depend only on sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ def masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tenso
     """Attend with one M x N mask. All shapes follow from M, N and the number of segments, so a graph can capture it.
 
     A masked key has weight zero, but zero times nan is nan. Keys are therefore zeroed first if they are padding or
-    spoiled (not finite, or too large to multiply). Afterwards, queries become nan if they would see a spoiled key or
-    are not finite themselves: an item that overflows spoils only itself. Padding queries see every key, because a
-    softmax over none would be nan; their rows are zeroed at the end.
+    invalid (not finite, or too large to multiply). Afterwards, queries become nan if they attend to an invalid key or
+    are not finite: an item that overflows affects only itself. Padding queries attend to every key, because a softmax
+    over no keys would be nan; their rows are zeroed at the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
@@ -34,7 +34,7 @@ def masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tenso
 
 
 def _segment(cu_seqlens: Tensor, count: int) -> Tensor:
-    """Return the number of each token's segment, (count,)."""
+    """Return the segment index of each token, (count,)."""
     return torch.searchsorted(cu_seqlens.long(), torch.arange(count, device=cu_seqlens.device), right=True)
 
 

@@ -1,7 +1,7 @@
 """Merge embeddings into the prompt: find the tokens that each media item fills, and replace them by its embeddings.
 
-Placeholder tokens mark the locations. They are matched with the media strictly: a prompt whose placeholders do not
-fit the layouts is an error, never a shifted image.
+Placeholder tokens mark the locations. They are matched strictly with the media: a prompt whose placeholders do not fit
+the layouts is an error and never a shifted image.
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,25 @@ class MediaTokens:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """The extents of each run of consecutive placeholders of the item; by default one run for all tokens."""
+        """The extents of each run of consecutive placeholders of the item.
+
+        By default, a single run contains all tokens.
+        """
         return [self.thw]
 
     def keep_mask(self, embeds_MD: Tensor, q: float, pruning: str = "evs") -> Tensor | None:
-        """Return which embeddings a pruner of `PRUNERS` keeps at rate q, (M,) bool; None: all. Images keep all."""
+        """Return the mask of embeddings that a pruner in `PRUNERS` keeps at rate q, (M,) bool, or None if all are kept.
+
+        Images keep all.
+        """
         return find_pruner(pruning).mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class FramewiseMedia(MediaTokens):
-    """A video of GLM or Qwen3-VL: each frame is a run of its own, with text between the frames."""
+    """A video of GLM or Qwen3-VL: each frame is a separate run, with text between the frames."""
 
-    timestamps: tuple[float, ...] = ()  # in seconds, one per frame; empty if the prompt was built elsewhere
+    timestamps: tuple[float, ...] = ()  # in seconds, one per frame; empty if the prompt was not built here
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -50,12 +56,12 @@ class FramewiseMedia(MediaTokens):
 
 
 def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids: dict[str, int]) -> list[MediaSpan]:
-    """Find each media item in an expanded prompt (L,), in the order of `media`: one span per run.
+    """Find each media item in an expanded prompt (L,), in the order of `media`; return one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
-    end in text. Also raises it if two runs of one item touch each other. Text always separates frames and crops, so the
-    runs of such a prompt have a different length or order.
+    if a run of placeholders is shorter than its item, or if placeholders or media are left over. Also raises it if the
+    prompt does not end in text. It is also raised if two runs of one item touch each other. Text always separates
+    frames and crops, so touching runs mean that the prompt's lengths or order do not match.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -82,13 +88,13 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
 
 
 def media_places(spans: Sequence[MediaSpan]) -> Tensor:
-    """Return where in the prompt the tokens of all media are, (M,) int64, in the order of their embeddings."""
+    """Return the prompt indices of all media tokens, (M,) int64, in the order of their embeddings."""
     places = [torch.arange(span.offset, span.offset + span.num_tokens) for span in spans]
     return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
 
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """Return the text embeddings (L, D) with the rows of all spans replaced by the media's, (M, D) in total."""
+    """Return the text embeddings, (L, D), with the rows of all spans replaced by the media's, (M, D) in total."""
     merged_LD = text_embeds_LD.clone()
     if media_embeds:
         places_M = media_places(spans)
@@ -102,7 +108,7 @@ def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_e
 def keep_in_prompt(
     num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None], counts: Sequence[int]
 ) -> Tensor:
-    """Return a (L,) bool mask of all text and of each item's tokens that its (M,) mask keeps (None: all).
+    """Return a (L,) bool mask of all text tokens and of the tokens that each item's (M,) mask keeps (None: all).
 
     counts: the number of tokens of each item; an item may fill several spans.
     """

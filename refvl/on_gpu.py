@@ -5,8 +5,8 @@
     rotate        the rotary embedding in two kernels
     attend        torch's flash-attn 2, without the random-number state that `varlen_attn` clears in each call
 
-The host takes about 5 us to launch a kernel, even if the kernel computes little. To understand a tower you need
-none of this; on a CPU none of it runs. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
+The host takes about 5 us to launch a kernel, even if the kernel computes little. You can skip this file to understand a
+tower; none of it runs on a CPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # in bytes, of every tensor in a packed plan
+ALIGNMENT = 16  # in bytes, for every tensor in a packed plan
 
 
 def send_plan(plan: Any, device: torch.device) -> Any:
@@ -30,7 +30,7 @@ def send_plan(plan: Any, device: torch.device) -> Any:
 
 
 def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return views of one buffer on `device`, which a single copy fills. Bytes between two tensors are zero."""
+    """Return views of one buffer on `device`, which is filled by a single copy. Bytes between two tensors are zero."""
     ends, size = list[int](), 0
     for x in tensors:
         ends.append(size + x.nbytes)
@@ -68,7 +68,7 @@ def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
         return rows.to(device, non_blocking=True)
     N, C, _, values = rows.values.shape
-    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy sends both
+    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # a single copy sends both
     sent = torch.cat([table, levels]).pin_memory().to(device, non_blocking=True)
     table, levels = sent[: len(table)].view(dtype).view(C, 1, -1), sent[len(table) :].view(rows.values.shape)
     shape = N, C, rows.frames  # an image has one frame, which is repeated Tp times
@@ -77,14 +77,14 @@ def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn cos, sin (N, K/2) into the factors of `rotate` (N, 1, 2, 2, K/2); [j, i] is from half i to half j."""
+    """Turn cos, sin (N, K/2) into the factors of `rotate` (N, 1, 2, 2, K/2); [j, i] maps half i to half j."""
     return torch.stack([cos, -sin, sin, cos], dim=1).unflatten(1, (1, 2, 2))
 
 
 def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
-    """Rotate like `refvl.positions.rotary.rotate`: products in float32, then their sums, rounded once.
+    """Rotate like `refvl.positions.rotary.rotate`: products and sums are computed in float32 and rounded once.
 
-    The kernel of the sums also rounds them; autograd has no such kernel, so with gradients another kernel rounds.
+    The kernel that sums also rounds. Autograd does not support it, so with gradients, a separate kernel rounds.
     """
     parts = x_NHK.unflatten(-1, (1, 2, -1)) * factors  # (N, H, 2, 2, K/2)
     first, second = parts.unbind(-2)
@@ -93,10 +93,10 @@ def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
-    """Return (M, H, K), without a causal mask, by the kernel of `torch.nn.attention.varlen.varlen_attn`.
+    """Return (M, H, K), without a causal mask, from the kernel of `torch.nn.attention.varlen.varlen_attn`.
 
-    From torch 2.14 on, that function uses cuDNN instead for long segments on Hopper. Here one kernel encodes an image,
-    eagerly and in graphs, with every release of torch.
+    Since torch 2.14, that function uses cuDNN for long segments on Hopper. This function uses the same kernel
+    for every image, eagerly and in graphs, with every release of torch.
     """
     op = torch.ops.aten._flash_attention_forward
     return op(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, False, False)[0]

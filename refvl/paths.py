@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 CLONE = PACKAGE.parent
-ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else PACKAGE / "course"  # setup.py writes the second
+ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else PACKAGE / "course"  # setup.py writes this folder
 DATA = ROOT / "data"
 
 

@@ -36,24 +36,24 @@ from refvl.trace import Record
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question, checked once when it is built, so the stages trust it."""
+    """A question, checked once when it is built, so later stages can trust it."""
 
     prompt: str | Sequence[dict]  # text, or messages in the transformers chat format
     images: Sequence = ()
     videos: Sequence = ()
     pruning_rate: float = 0.0  # the share of a video's tokens that is dropped, in [0, 1)
     pruning: str = "evs"  # the method, a key of `refvl.positions.PRUNERS`
-    allow_special_tokens: bool = False  # whether special tokens in the prompt count as such instead of as plain text
+    allow_special_tokens: bool = False  # whether special tokens in the prompt are more than plain text
 
     def __post_init__(self):
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
             check_pruning_rate(self.pruning_rate, "pruning_rate")
         if not isinstance(self.pruning, str) or self.pruning not in PRUNERS:
-            find_pruner(self.pruning)  # this raises an error that lists the valid names
+            find_pruner(self.pruning)  # raises an error that lists the valid names
 
 
 class VLM:
-    """A vision-language model in three reachable parts: `processor`, `encoder`, `language_model`."""
+    """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`."""
 
     record: ClassVar[Any] = Record
 
@@ -67,13 +67,13 @@ class VLM:
         self.graphs: EncoderGraphManager | None = None  # if set, its graphs run instead of the encoder
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
-        """Answer a question about images and videos, greedily; request: the other fields of `Request`."""
+        """Answer a question about images and videos with greedy decoding; request: the other fields of `Request`."""
         trace = self.read(Request(prompt, **request))
         self.answer(trace, max_new_tokens)
         return trace.text
 
     def read(self, request: Request) -> Any:
-        """Turn media and question into the language model's inputs; each stage fills its fields of the record."""
+        """Turn media and a question into the language model's inputs; each stage fills its fields of the record."""
         if request.pruning_rate > 0:
             self.family.require("pruning")
         trace = self.record(device=self.encoder.device)
@@ -95,7 +95,7 @@ class VLM:
         return trace
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Set `embeds`, (M, W) per item, and their plans: with graphs if there are any, else eagerly.
+        """Set `embeds`, (M, W) per item, and their plans; graphs encode them if there are any.
 
         rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item.
         """
@@ -112,9 +112,10 @@ class VLM:
 
     @torch.no_grad()
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
-        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens.
+        """Embed the text, replace the placeholders with the media's rows, and drop the pruned tokens.
 
-        ids_L: the (L,) token ids of the prompt. Raises ValueError if placeholders, rows or context do not fit.
+        ids_L: the token ids of the prompt, (L,). Raises ValueError if placeholders or rows do not match, or if the
+        prompt exceeds the context.
         """
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
@@ -129,7 +130,7 @@ class VLM:
         trace.inputs_embeds, trace.deepstack = kept_LW.tensor_split([self.language_model.config.hidden_size], dim=1)
 
     def position(self, trace: Any) -> None:
-        """Compute positions of the full layout, then select those of the kept tokens: at q = 0 nothing changes."""
+        """Compute the positions of the full layout, then select those of the kept tokens; at q = 0, nothing changes."""
         trace.full_positions = self.language_model.positions(trace.full_ids, trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
@@ -146,10 +147,10 @@ class VLM:
         return output
 
     def decode(self, traces: Sequence[Any], max_new_tokens: int, **options) -> GenerateOutput:
-        """Return transformers' output, whose `sequences` (B, new) continue prompts that are ready, padded on the left.
+        """Return transformers' output, whose `sequences` (B, new) continue prepared prompts, padded on the left.
 
-        options: the options of transformers' `generate`. With `past_key_values`, all of the prompt but its last token
-        is cached.
+        options: the options of transformers' `generate`. With `past_key_values`, all tokens of the prompt except the
+        last are cached.
         """
         text = self.language_model
         pad_id = text.generation_config.pad_token_id or 0
@@ -161,7 +162,7 @@ class VLM:
             options["inputs_embeds"], _ = left_pad([t.inputs_embeds for t in traces])
             if text.row_width > text.config.hidden_size:
                 options["deepstack_embeds"], _ = left_pad([t.deepstack for t in traces])
-        options.setdefault("tokenizer", self.processor.tokenizer)  # this is used only with stop_strings
+        options.setdefault("tokenizer", self.processor.tokenizer)  # only used with stop_strings
         max_new_tokens = min(max_new_tokens, self.max_context - longest)
         return generate(text, input_ids, positions_3BL, mask, max_new_tokens=max_new_tokens, **options)
 
@@ -169,7 +170,7 @@ class VLM:
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
         """Return one (M, W) tensor per item, images first. Long encodes run in several forwards with a progress bar.
 
-        W is the language model's width D, or D * (1 + k) if it accepts k DeepStack features as well.
+        W is the language model's width D, or D * (1 + k) if the model also accepts k DeepStack features.
         """
         trace = self.record()
         messages = self.processor.messages("", images, videos)
@@ -184,7 +185,7 @@ class VLM:
 
     @property
     def token_ids(self) -> dict[str, int]:
-        """The ids of the placeholders: {"image": ..., "video": ...}."""
+        """The ids of the placeholders, {"image": ..., "video": ...}."""
         return self.processor.token_ids
 
     @property
@@ -194,12 +195,12 @@ class VLM:
 
     @property
     def max_context(self) -> int:
-        """The maximum number of tokens that the language model reads, prompt and answer together."""
+        """The maximum number of tokens that the language model reads, including the prompt and the answer."""
         return self.language_model.config.max_position_embeddings
 
 
 def check_width(embeds: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError if the encoder's rows do not fit the language model, which accepts `width` values."""
+    """Raise ValueError if the encoder's rows do not have the `width` that the language model accepts."""
     for rows_MW in embeds:
         if rows_MW.shape[1] != width:
             raise ValueError(f"encoder: its rows have {rows_MW.shape[1]} values, the language model expects {width}")

@@ -1,4 +1,4 @@
-"""Foreign text made safe to print: paths, names in a tar file, answers, error messages."""
+"""Functions that make foreign text safe to print: paths, names in a tar file, answers, error messages."""
 
 import re
 
@@ -12,7 +12,7 @@ def printable(text: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Spell out the characters that command a terminal (such as ESC and bidi overrides), and lone surrogates.
+    """Escape the characters that control a terminal (such as ESC and bidi overrides), and lone surrogates.
 
     >>> plain("a\\x1b[2J") == "a" + chr(92) + "x1b[2J"
     True

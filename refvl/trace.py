@@ -1,4 +1,4 @@
-"""The record of a run: every stage's tensors and seconds. It imports no other module of refvl."""
+"""The record of a run: the tensors and seconds of every stage. It imports no other module of refvl."""
 
 import time
 from collections.abc import Iterator
@@ -16,17 +16,18 @@ LATER: Any = None  # a field has this value until its stage has run
 class Record:
     """One run, with the result of every stage.
 
-    L_full counts the prompt before pruning, L the tokens that the language model read. D is the language model's width.
-    W is the width of the encoder's rows: D, or D * (1 + k) if the text model accepts k DeepStack features as well.
+    L_full is the length of the prompt before pruning, and L the number of tokens that the language model read. D is the
+    language model's width. W is the width of the encoder's rows: D, or D * (1 + k) if the text model also accepts k
+    DeepStack features.
     """
 
     device: torch.device | None = None  # the clock waits for the queued work of this device
-    media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
+    media: list = field(default_factory=list)  # decoded PIL images and `Video`s
     patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # the encoder's plans, one per forward or replay
     graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty if the encoder ran eagerly
-    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before it is pruned
-    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None: the item was not pruned
+    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before pruning
+    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None if the item was not pruned
     spans: list = field(default_factory=list)  # each item's spans in the full prompt, one span per run
     full_ids: Tensor = LATER  # (L_full,): the prompt with all of its placeholders
     full_positions: Tensor = LATER  # (3, L_full)

@@ -3,13 +3,15 @@
 import json
 import re
 
-from data.training.evaluate_tiny import GOALS, goal_of, kinds_of
+from data.training import other_scenes
+from data.training.evaluate_tiny import GOALS, goal_of, interval, kinds_of
 from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
+OTHER_BEGIN, OTHER_END = "<!-- other scenes: begin -->\n", "<!-- other scenes: end -->"
 BOXES_BEGIN, BOXES_END = "<!-- boxes: begin -->\n", "<!-- boxes: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
 FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM that have their own line
@@ -72,9 +74,27 @@ def of_boxes() -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_other_scenes() -> str:
+    """Return Markdown: the share of correct answers to one kind of question over several draws of scenes."""
+    record = json.loads(other_scenes.FILE.read_text())
+    seeds, n = len(other_scenes.SEEDS), record["n"]
+    header = [f"{record['kind']}, {seeds} draws of {n:,}", "lowest draw", "highest draw", "all", "95 % interval of all"]
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    for name, model in record["models"].items():
+        shares = [right / n for right in model["right"].values()]
+        whole = sum(shares) / seeds
+        low, high = interval(whole, seeds * n)
+        numbers = " | ".join(f"{share:.1%}" for share in (min(shares), max(shares), whole))
+        lines.append(f"| `{name}` | {numbers} | {low:.1%} - {high:.1%} |")
+    return "\n".join(lines) + "\n"
+
+
 def main():
     text = README.read_text()
-    made = (BEGIN, tables(), END), (VLLM_BEGIN, in_vllm(), VLLM_END), (BOXES_BEGIN, of_boxes(), BOXES_END)
+    made = (
+        (BEGIN, tables(), END), (OTHER_BEGIN, of_other_scenes(), OTHER_END), (VLLM_BEGIN, in_vllm(), VLLM_END),
+        (BOXES_BEGIN, of_boxes(), BOXES_END),
+    )  # fmt: skip
     for begin, table, end in made:
         text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + table + end: new, text, flags=re.DOTALL)
     README.write_text(text)

@@ -1,4 +1,7 @@
-"""Vision encoders: one per file, read downward; `grid.py` has their common parts. They do not depend on prompts."""
+"""Vision encoders: each file contains one and reads from top to bottom; `grid.py` contains their common parts.
+
+They do not depend on prompts.
+"""
 
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer

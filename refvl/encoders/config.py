@@ -17,8 +17,8 @@ class TowerConfig:
     """
 
     __slots__ = ()
-    activation: ClassVar[str | None] = None  # the only activation that the tower supports, if it checks
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names that checkpoints use for fields
+    activation: ClassVar[str | None] = None  # the only activation that the tower supports, if it checks this
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -50,7 +50,7 @@ class TowerConfig:
 
     @classmethod
     def from_hf(cls, config) -> Self:
-        """Build from a transformers vision config or a whole model's config, each as an object or as a dict.
+        """Build from a transformers vision config or a whole model's config, given as an object or as a dict.
 
         Unknown keys are ignored. Raises ValueError for a different activation or inconsistent sizes.
         """
@@ -59,7 +59,7 @@ class TowerConfig:
 
     @property
     def depth(self) -> int:
-        """Number of blocks of the tower."""
+        """The number of blocks of the tower."""
         return self.num_hidden_layers
 
     @property
@@ -78,7 +78,7 @@ class TowerConfig:
 
     @property
     def patch_values(self) -> int:
-        """Number of values in a patch row."""
+        """The number of values in a patch row."""
         return prod(self.patch_shape)
 
     @property

@@ -1,4 +1,4 @@
-"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA use the same tower, GLM-OCR a different one.
+"""The GLM-4.1V vision tower, from top to bottom; GLM-4.5V, 4.6V and GLM-GA use the same tower, GLM-OCR a different one.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul (a convolution with stride = kernel size), RMSNorm
@@ -12,11 +12,12 @@
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
 Positions enter the tower twice. The table encodes the location of a patch relative to the image's size; the rotary
-angles encode the distance between two patches, in patches. Both depend on the grid, the first also on the table.
+angles encode the distance between two patches, in patches. Both depend on the grid, and the first also depends on the
+table.
 
-The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` define its input checks, the device,
-backends and weight names.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+`forward` does not read values back and does not branch on tensors. `GridEncoder` and `Tower` define its input checks,
+the device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -41,7 +42,7 @@ from refvl.positions.tables import sample_position_table
 
 @dataclass(frozen=True, slots=True)
 class Glm4vVisionConfig(GridVisionConfig):
-    """Sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (GLM-4.1V-9B)."""
+    """The sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (GLM-4.1V-9B)."""
 
     depth: int = 24
     hidden_size: int = 1536
@@ -67,13 +68,15 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     @property
     def num_positions(self) -> int:
-        """Rows of the position table."""
+        """The number of rows of the position table."""
         return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
+    """The inputs of one forward in addition to the pixels; segments are frames.
+
+    `pad`: the rule by which a graph fills the rest of a buffer.
 
     A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
     capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
@@ -81,18 +84,21 @@ class VisionMetadata(Segments):
     module.
     """
 
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
 class Glm4vVisionTransformer(GridEncoder):
-    """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
+    """The tower: patch rows in, embeddings of the language model's width out.
+
+    Equal to transformers' tower on the same weights.
+    """
 
     config_class = Glm4vVisionConfig
     config: Glm4vVisionConfig
@@ -111,8 +117,8 @@ class Glm4vVisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
-        them. Only the table is sampled on its own device instead.
+        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
+        them. Only the table is sampled on its own device.
         """
         m = self.config.spatial_merge_size
         table = self.get_parameter("embeddings.position_embedding.weight")
@@ -133,7 +139,7 @@ class Glm4vVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
         a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
@@ -154,9 +160,9 @@ class Glm4vVisionTransformer(GridEncoder):
         return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
+        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(
@@ -190,7 +196,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v; rotary on q and k; every patch attends within its own frame."""
+    """Attention with fused q, k, v, and rotary q and k; every patch attends within its own frame."""
 
     def __init__(self, config: Glm4vVisionConfig):
         super().__init__()
@@ -201,7 +207,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -219,7 +225,7 @@ class SwiGLU(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Linear - LayerNorm - GELU, then SwiGLU, all at the language model's width."""
+    """A Linear - LayerNorm - GELU, then a SwiGLU, all at the language model's width."""
 
     def __init__(self, size: int, intermediate_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The GLM-OCR vision tower, read downward. Its checkpoints resemble GLM-4.1V's, but the tower differs:
+"""The GLM-OCR vision tower, from top to bottom. Its checkpoints resemble GLM-4.1V's, but the tower differs:
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul; no norm after it, and no position table
@@ -11,12 +11,12 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU, C times as wide as the language model
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-Positions come from the 2-D rotary angles alone. Both towers have the same MLP and the same merger,
-which are imported from `refvl.encoders.glm4v`; everything that differs is here.
+Positions come only from the 2-D rotary angles. Both towers have the same MLP and the same merger, which are imported
+from `refvl.encoders.glm4v`; all differing parts are defined here.
 
-The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` define its input checks, the device,
-backends and weight names.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+`forward` does not read values back and does not branch on tensors. `GridEncoder` and `Tower` define its input checks,
+the device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -40,7 +40,7 @@ from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_facto
 
 @dataclass(frozen=True, slots=True)
 class GlmOcrVisionConfig(GridVisionConfig):
-    """Sizes of the tower; the names and defaults are those of transformers' `GlmOcrVisionConfig`."""
+    """The sizes of the tower; the names and defaults are those of transformers' `GlmOcrVisionConfig`."""
 
     depth: int = 24
     hidden_size: int = 1024
@@ -62,7 +62,9 @@ class GlmOcrVisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
+    """The inputs of one forward in addition to the pixels; segments are frames.
+
+    `pad`: the rule by which a graph fills the rest of a buffer.
 
     A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
     capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
@@ -70,12 +72,12 @@ class VisionMetadata(Segments):
     module.
     """
 
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
@@ -97,7 +99,7 @@ class GlmOcrVisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
+        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         them.
         """
         frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
@@ -116,7 +118,7 @@ class GlmOcrVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
         a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
@@ -137,9 +139,9 @@ class GlmOcrVisionTransformer(GridEncoder):
         return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
+        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(
@@ -172,7 +174,10 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v; RMSNorm of q and k per head, then rotary; every patch attends within its own frame."""
+    """Attention with fused q, k, v: RMSNorm of q and k per head, then rotary.
+
+    Every patch attends within its own frame.
+    """
 
     def __init__(self, config: GlmOcrVisionConfig):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The common parts of all towers on grids: sizes, grid checks, weight names. It depends on no model.
+"""The common parts of all towers on grids: sizes, grid checks, weight names. This file depends on no model.
 
-An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows are in merge-block order: m * m consecutive rows
-become one token.
+An item is a grid (t, h, w) of patches, with t = 1 for an image. Its rows are in merge-block order: m * m consecutive
+rows become one token.
 """
 
 import re
@@ -47,7 +47,7 @@ class GridVisionConfig(TowerConfig):
 
     @property
     def block_size(self) -> int:
-        """Patches that are merged into one token: m * m."""
+        """The number of patches that are merged into one token: m * m."""
         return self.spatial_merge_size**2
 
 
@@ -62,26 +62,27 @@ class GridEncoder(Tower):
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """Return (t, h, w) per item, normalised.
 
-        Raises ValueError or TypeError for anything else, and for sides that are not multiples of the merge block's.
+        Raises ValueError or TypeError for an invalid grid, or for sides that are not multiples of the merge block's
+        side.
         """
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return (patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
+        """Return zeros, (patch rows, C*Tp*P*P), for `max_tokens` output tokens."""
         rows = max_tokens * self.block_size
         return torch.zeros(rows, self.patch_values, dtype=self.dtype, device=self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        Accepts names under `visual.` (the original) or `model.visual.` (after transformers 4.52), and bare names; q, k,
-        v, as well as gate and up, may be fused or separate. Raises one ValueError that lists all mismatches, see
-        `load_strict`.
+        Accepts names under `visual.` (the original), names under `model.visual.` (after transformers 4.52), and bare
+        names. The weights of q, k, v, and those of gate and up, may be fused or separate. Raises one ValueError that
+        lists all mismatches, see `load_strict`.
         """
         return super().load_weights(split_gate_up(weights))
 
     def rename(self, name: str) -> str:
-        """Return the bare name: drop `visual.` or `model.visual.`."""
+        """Return the bare name, without `visual.` or `model.visual.`."""
         return re.sub(r"^(model\.)?visual\.", "", name)
 
     @property

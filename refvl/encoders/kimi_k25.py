@@ -1,4 +1,4 @@
-"""The Kimi K2.5 vision tower (MoonViT-3D), read downward: frames attend together, then their tokens are averaged.
+"""The Kimi K2.5 vision tower (MoonViT-3D), from top to bottom: frames attend together, then their tokens are averaged.
 
     patch rows (N, C*P*P)                   one row per patch, frame after frame, merge-block order
        | patch_embed    one matmul
@@ -13,12 +13,12 @@
     embeddings (M, D)
 
 A chunk is `pos_emb_time` consecutive frames of a video, possibly fewer in the last chunk; an image is a chunk of one
-frame. A chunk becomes as many tokens as an image of the same size. The other towers for video encode each frame by
-itself, or put two frames into each patch row before the first layer.
+frame. A chunk becomes as many tokens as an image of the same size. The other towers for video encode each frame
+separately, or put two frames into each patch row before the first layer.
 
-Rotary pairs alternate: one rotates with the column, the next with the row. The released file pairs neighbours
-(dimensions 0 and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this
-encoder: when it loads a released file, it reorders the rows of q and k.
+Rotary pairs alternate: one pair rotates with the column, the next with the row. The released file pairs neighbouring
+dimensions (0 and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this
+encoder. So when it loads a released file, it reorders the rows of q and k.
 
 Shape suffixes: N patches, B merge blocks of all frames, M tokens, E tower width, F = m * m * E, D language width, H
 heads, K head dimension, T frames of the longest chunk.
@@ -45,7 +45,7 @@ from refvl.encoders.weights import config_dict
 from refvl.positions.rotary import block_positions, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table, sincos_1d
 
-RENAMED = {  # regular expression for a name in the released file or transformers' file -> the parameter's name
+RENAMED = {  # a regular expression for a name in the released file or transformers' file -> the parameter's name
     r"^(model\.)?vision_tower\.": "",
     r"^(model\.)?mm_projector\.pre_norm": "projector.norm",
     r"^(model\.)?mm_projector\.(proj\.0|in_proj)": "projector.fc1",
@@ -65,7 +65,10 @@ RENAMED = {  # regular expression for a name in the released file or transformer
 
 @dataclass(frozen=True, slots=True)
 class KimiK25VisionConfig(TowerConfig):
-    """Sizes of the tower and the projector, under transformers' names; released files use other names (`aliases`)."""
+    """The sizes of the tower and the projector, under transformers' names.
+
+    Released files use other names (`aliases`).
+    """
 
     activation = "gelu_pytorch_tanh"
     aliases = MappingProxyType(
@@ -97,7 +100,7 @@ class KimiK25VisionConfig(TowerConfig):
             ("pos_emb_height", (self.pos_emb_height, self.pos_emb_width)),
         ):
             if sides[0] != sides[1]:
-                raise ValueError(f"{name}: the tower is written for squares, got {' x '.join(map(str, sides))}")
+                raise ValueError(f"{name}: expected a square, got {' x '.join(map(str, sides))}")
 
     @classmethod
     def from_hf(cls, config) -> "KimiK25VisionConfig":
@@ -106,7 +109,7 @@ class KimiK25VisionConfig(TowerConfig):
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(KimiK25VisionConfig, cls).from_hf(vision)  # named, because slots create a new class
+        return super(KimiK25VisionConfig, cls).from_hf(vision)  # named explicitly, because slots create a new class
 
     @classmethod
     def tiny(cls) -> "KimiK25VisionConfig":
@@ -118,24 +121,26 @@ class KimiK25VisionConfig(TowerConfig):
 
     @property
     def spatial_merge_size(self) -> int:
-        """m: patches along a side of the square that becomes one token."""
+        """m: the number of patches along a side of the square that becomes one token."""
         return self.merge_kernel_size[0]
 
     @property
     def block_size(self) -> int:
-        """Patches of a frame that become one token: m * m."""
+        """The number of patches of a frame that become one token: m * m."""
         return self.spatial_merge_size**2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkMetadata(Segments):
-    """The inputs of one forward besides pixels; segments are chunks. `pad`: how a graph fills the rest of a buffer.
+    """The inputs of one forward in addition to the pixels; segments are chunks.
+
+    `pad`: the rule by which a graph fills the rest of a buffer.
 
     For each token, `frames` and `shares` contain the merge blocks to average and their weights. A weight is 1 / t for
-    each of the t frames of the token's chunk, and 0 for the remaining T - t.
+    each of the t frames of the token's chunk, and 0 for the remaining T - t frames.
     """
 
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: location plus time
     frames: Tensor = field(metadata={"pad": "zero"})  # (M, T) int64
@@ -143,7 +148,7 @@ class ChunkMetadata(Segments):
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_seqlens) - 1} chunks of frames"
 
 
@@ -188,7 +193,10 @@ class KimiK25Encoder(GridEncoder):
         return to_device(metadata, self.device)
 
     def _of_time(self, chunks: Sequence[Grid]) -> Tensor:
-        """Return (N, E) float32 encodings of each patch's frame index in its chunk; 0 for a chunk of one frame."""
+        """Return (N, E) float32 encodings of each patch's frame index in its chunk.
+
+        They are 0 for a chunk of one frame.
+        """
         E = self.config.hidden_size
         table_TE = sincos_1d(E, self.config.pos_emb_time)
         rows = [table_TE[:t].repeat_interleave(h * w, 0) * (t > 1) for t, h, w in chunks]
@@ -202,7 +210,7 @@ class KimiK25Encoder(GridEncoder):
         metadata: ChunkMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode (N, C*P*P) patch rows of all items into (M, D) embeddings, items and chunks in order.
+        """Encode (N, C*P*P) patch rows of all items as (M, D) embeddings, with items and chunks in order.
 
         Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
         a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
@@ -225,7 +233,7 @@ class KimiK25Encoder(GridEncoder):
         return t * h * w, chunks * h * w // self.block_size, chunks
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> ChunkMetadata:
-        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` chunks can need.
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` chunks.
 
         Each token has room for the patch rows of one frame, which is enough for images; chunks of T frames need a
         budget T times as large.
@@ -257,7 +265,7 @@ class KimiK25Encoder(GridEncoder):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return parameter -> its shape in checkpoints, where the table has one dimension each for rows and columns."""
+        """Return parameter -> its shape in checkpoints, where the table has a dimension each for rows and columns."""
         c = self.config
         table = (c.pos_emb_height, c.pos_emb_width, c.hidden_size)
         return {"patch_embed.proj.weight": c.patch_kernel, "pos_emb.weight": table}
@@ -282,7 +290,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v with bias; rotary on q and k; every patch attends to all frames of its chunk."""
+    """Attention with fused q, k, v with bias, and rotary q and k; every patch attends to all frames of its chunk."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()
@@ -293,7 +301,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
         return self.proj(chunks.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

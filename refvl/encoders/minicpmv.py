@@ -14,12 +14,13 @@
 
 An image consists of an overview and slices, and a video of frames; the encoder treats all of them as slices of h x w
 patches. The layout of an item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except in
-4.5, where frames that share a set of queries form a group. Each version is a class below, never a branch in a forward.
+4.5, where frames that share a set of queries form a group. Each version is a class below and never a branch in a
+forward.
 
 Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
-Here rows are concatenated, so the only sizes are the numbers of rows, slices and sets of queries, and one graph per
-budget serves every shape. Budgets count tokens; a token provides `patches_per_slice / query_num` patch rows. Items
-that need more rows take a larger budget, or run eagerly (see `plan_batches`).
+Here rows are concatenated, so the only sizes are the numbers of rows, slices and sets of queries. One graph per budget
+therefore serves every shape. Budgets count tokens; each token provides `patches_per_slice / query_num` patch rows.
+Items that need more rows take a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -53,7 +54,7 @@ class MiniCPMVEncoderConfig:
     hidden_size: int  # D
     query_num: int = 64  # tokens per slice
     drop_vision_last_layer: bool = False
-    scale_resolution: int = 448  # in pixels: a slice has about the area of a square with this side
+    scale_resolution: int = 448  # in pixels; the area of a slice is about that of a square with this side
 
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
@@ -66,7 +67,7 @@ class MiniCPMVEncoderConfig:
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
         """Read the dict in `config.json` or a transformers config; unknown keys are ignored.
 
-        Raises ValueError if there are no sizes of the tower.
+        Raises ValueError if the tower's sizes are missing.
         """
         values = config_dict(config)
         if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 has only a name
@@ -101,20 +102,20 @@ class MiniCPMVEncoderConfig:
 
     @property
     def patch_values(self) -> int:
-        """Values in one patch row: 3 * P * P."""
+        """The number of values in one patch row: 3 * P * P."""
         return self.vision.patch_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniCPMVMetadata:
-    """The input of one forward besides the pixels: the plan of the tower and the plan of the resampler."""
+    """The input of one forward in addition to the pixels: the plan of the tower and the plan of the resampler."""
 
     vision: NaVitMetadata | SiglipViTMetadata
     resampler: ResamplerMetadata | FixedGridMetadata
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         slices, sets = len(self.vision.cu_seqlens) - 1, len(self.resampler.cu_seqlens_k) - 1
         return f"{slices} slices" if slices == sets else f"{slices} slices in {sets} groups"
 
@@ -126,7 +127,7 @@ class MiniCPMVEncoder(Tower):
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # of frames
     skipped_parts: ClassVar[str] = (
-        AUDIO_PARTS  # regular expression for checkpoint names that belong to neither part and are skipped
+        AUDIO_PARTS  # a regular expression for checkpoint names that belong to neither part and are skipped
     )
     vpm: Any  # a vpm_class
     resampler: Any  # a resampler_class
@@ -155,7 +156,8 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        "frames" counts only those that share the queries of another frame; the tokens limit the number of all others.
+        "frames" counts only frames that share the queries of a different frame; the tokens limit the number of all
+        others.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -169,14 +171,14 @@ class MiniCPMVEncoder(Tower):
     def forward(
         self, pixel_values: Tensor, layouts=None, *, metadata: Any = None, attention: str | None = None
     ) -> Tensor:
-        """Encode (N, 3*P*P) patch rows of all items into (M, D) tokens; items, groups and slices in order.
+        """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, groups and slices in order.
 
         Pass `layouts` to plan here, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the backend;
         a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if
         their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
-            raise ValueError("forward: give exactly one of layouts and metadata")
+            raise ValueError("forward: pass exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         x_NE = self.vpm.encode(pixel_values, metadata.vision, attention)
         return self.resampler.resample(x_NE, metadata.resampler, attention)
@@ -197,11 +199,11 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def patches_per_slice(self) -> int:
-        """The number of patch rows for which a set of queries makes room in a graph.
+        """The number of patch rows that a graph reserves for each set of queries.
 
-        A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches.
-        Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows are enough for ratios up
-        to 12:1.
+        A slice has the area of S x S patches, with S = scale_resolution / P, but its sides are rounded to whole
+        patches. Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows are enough for
+        ratios up to 12:1.
         """
         side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side
@@ -211,10 +213,10 @@ class MiniCPMVEncoder(Tower):
         return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
-        """Return a plan as large as any batch of `max_tokens` output tokens and `max_frames` frames needs.
+        """Return a plan large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. There are at most as many
-        slices, plus the frames that share the queries of another frame.
+        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. The number of slices is at
+        most that number plus the frames that share the queries of a different frame.
         """
         max_rows = self.max_rows(max_tokens)
         max_sets = max(1, max_tokens // self.config.query_num)
@@ -226,12 +228,12 @@ class MiniCPMVEncoder(Tower):
         return self.resampler.query.new_zeros(self.max_rows(max_tokens), self.config.patch_values)
 
     def rename(self, name: str) -> str:
-        """Rename the tower's weights under `vpm.` as the tower does; keep the resampler's names."""
+        """Rename the tower's weights under `vpm.` as the tower does, but keep the resampler's names."""
         return f"vpm.{self.vpm.rename(name)}" if name.startswith("vpm.") else name
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tower's convolution kernels in checkpoints."""
+        """The checkpoint shapes of the tower's convolution kernels."""
         return {f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()}
 
     @property
@@ -248,7 +250,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     skipped_parts = r"resampler\.pos_embed$"  # a formula
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the side of the queries' grid; raise ValueError if their number is no square."""
+        """Return the side of the queries' grid; raise ValueError if the number of queries is not a square."""
         side = int(config.query_num**0.5)
         if side**2 != config.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {config.query_num}")
@@ -261,7 +263,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """The tower was trained without the shapes of slices: to its position table, a slice is a row of h * w patches."""
+    """The tower was trained without the shapes of slices: the position table sees a slice as a row of h * w patches."""
 
     skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
@@ -277,7 +279,7 @@ class MiniCPMV2_6Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
-    """Like 2.6; only the text model differs."""
+    """The same as 2.6; only the text model differs."""
 
 
 class MiniCPMV4_5Encoder(MiniCPMVEncoder):

@@ -1,4 +1,4 @@
-"""The vision encoder of MiniCPM-V 4.6 and 4.7, read downward: SigLIP on slices of any shape, with two merges of 2 x 2.
+"""The encoder of MiniCPM-V 4.6 and 4.7, from top to bottom: SigLIP on slices of any shape, with two merges of 2 x 2.
 
     patch rows (N, 3*P*P)      one row per patch, slice after slice, row by row inside a slice
        | order                 4 x 4 blocks are contiguous, and in each of them four windows of 2 x 2
@@ -12,8 +12,8 @@
        | merger                four concatenated rows -> one
     tokens (N / 16, D)
 
-This is the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens; the sides are
-then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
+The flow above is the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens; its
+sides are then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
 
 Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
 Upstream: `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger` (transformers 5.23).
@@ -39,7 +39,7 @@ from refvl.pixels.slices import SliceLayout
 
 @dataclass(frozen=True, slots=True)
 class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
-    """Sizes of tower and merger, under transformers' names and with its defaults."""
+    """The sizes of the tower and the merger, under transformers' names and with its defaults."""
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -56,23 +56,25 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if self.downsample_mode not in ("16x", "4x"):
             raise ValueError(f"downsample_mode: expected '16x' or '4x', got {self.downsample_mode!r}")
         if self.folds and not 0 <= self.insert_layer_id < self.num_hidden_layers:
-            raise ValueError(f"insert_layer_id: there are {self.num_hidden_layers} layers, got {self.insert_layer_id}")
+            raise ValueError(
+                f"insert_layer_id: must be below {self.num_hidden_layers} layers, got {self.insert_layer_id}"
+            )
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
         """Build from a whole model's config (an object, or the dict in `config.json`) or from a vision config.
 
-        Raises ValueError for a merger of any other size.
+        Raises ValueError for a merger of a different size.
         """
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
             if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
-                raise ValueError(f"{name}: the merger is written for {wanted}, got {value}")
+                raise ValueError(f"{name}: expected {wanted}, got {value}")
         given = {name: whole[name] for name in ("insert_layer_id", "downsample_mode") if name in whole}
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # named, because slots create a new class
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # named explicitly, because slots create a new class
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
@@ -89,7 +91,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @property
     def merge_size(self) -> int:
-        """Patches along a side of the square that becomes one token."""
+        """The number of patches along a side of the square that becomes one token."""
         return 4 if self.folds else 2
 
 
@@ -102,7 +104,7 @@ class FoldMetadata(NaVitMetadata):
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_seqlens) - 1} slices"
 
 
@@ -156,13 +158,13 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
     def forward(  # type: ignore[override]  # rows and layouts, not strips
         self, pixel_values: Tensor, layouts=None, *, metadata: FoldMetadata | None = None, attention: str | None = None
     ) -> Tensor:
-        """Encode (N, 3*P*P) patch rows of all items into (M, D) tokens; items, slices and rows in order.
+        """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
         Pass `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the backend. Raises
         ValueError if the rows do not match, and TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
-            raise ValueError("forward: give exactly one of layouts and metadata")
+            raise ValueError("forward: pass exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         weight = next(self.parameters())
         check_pixel_rows(pixel_values, (("patches", len(metadata.order)), ("values", self.patch_values)), weight.device)
@@ -184,11 +186,11 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
-        """Return the (N,) patch rows before the fold; after it, every four consecutive rows are one row."""
+        """Return the (N,) patch rows before the fold; the fold turns every four consecutive rows into one."""
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
-        """Return a plan as large as any batch within these limits needs: one slice contains all patches."""
+        """Return a plan large enough for any batch within these limits: one slice contains all patches."""
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),
@@ -203,7 +205,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.post_layernorm.weight.new_zeros(max_tokens * self.block_size, self.patch_values)
 
     def rename(self, name: str) -> str:
-        """Drop `model.vision_tower.` and the index of the only merger; q, k, v fill `qkv`."""
+        """Drop `model.vision_tower.` and the index of the only merger; q, k and v fill `qkv`."""
         name = re.sub(r"^(model\.)?(vision_tower\.)?", "", name)
         return super().rename(re.sub(r"^merger\.mlp\.0\.", "merger.", name))
 
@@ -218,7 +220,7 @@ class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
 
 
 class WindowMerger(nn.Module):
-    """Attention in windows of four rows; then an MLP on the four concatenated rows, plus their mean."""
+    """Attention in windows of four rows, then an MLP on the four concatenated rows, plus their mean."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -230,7 +232,7 @@ class WindowMerger(nn.Module):
         self.linear_2 = nn.Linear(4 * hidden, E)
 
     def forward(self, x_NE: Tensor, backend: str) -> Tensor:
-        """Merge (N, E) rows in the order of windows into (W, E)."""
+        """Merge (N, E) rows in window order into (W, E)."""
         N = len(x_NE)
         index_W4 = torch.arange(N, device=x_NE.device).view(
             -1, 4
@@ -244,7 +246,7 @@ class WindowMerger(nn.Module):
 
 
 class Merger(nn.Module):
-    """Turns four concatenated rows into one row of the language model's width."""
+    """A layer that turns four concatenated rows into one row of the language model's width."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -258,7 +260,7 @@ class Merger(nn.Module):
 
 
 def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
-    """Return (h * w,) int64, an order of patches in which each token's patches are contiguous, in windows of 2 x 2.
+    """Return (h * w,) int64, a patch order in which each token's patches are contiguous, in windows of 2 x 2.
 
     >>> fold_order(2, 4, folds=False).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]

@@ -1,4 +1,4 @@
-"""The SigLIP tower for slices of any shape (NaViT), read downward: used by MiniCPM-V 2.5, 2.6, 4.0 and 4.5.
+"""The SigLIP tower for slices of any shape (NaViT), from top to bottom: used by MiniCPM-V 2.5, 2.6, 4.0 and 4.5.
 
     patch rows (N, 3*P*P)                         one row per patch, slice after slice, row by row inside a slice
        | embeddings       one matmul (a convolution with stride = kernel size)
@@ -9,9 +9,9 @@
     (N, E)
 
 Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated, and
-`cu_seqlens` contains the start of each. `encode` works on this form; `forward` accepts and returns the padded form,
-see `refvl.encoders.slice_layouts`. The table entry of a patch depends only on sizes, so the plan contains it: `encode`
-reads no value back and branches on no tensor.
+`cu_seqlens` contains the start of each slice. `encode` works on this form; `forward` accepts and returns the padded
+form, see `refvl.encoders.slice_layouts`. The table entry of a patch depends only on sizes, so the plan contains it;
+`encode` does not read values back and does not branch on tensors.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
@@ -36,7 +36,10 @@ from refvl.encoders.tower import Tower, to_device
 
 @dataclass(frozen=True, slots=True)
 class NaVitSiglipConfig(TowerConfig):
-    """Sizes of the tower; the names are those of the checkpoint's `vision_config`, the defaults SigLIP-so400m's."""
+    """The sizes of the tower.
+
+    The names are those of the checkpoint's `vision_config`, and the defaults are SigLIP-so400m's.
+    """
 
     activation: ClassVar[str | None] = "gelu_pytorch_tanh"
     gelu: ClassVar[str] = "tanh"
@@ -56,7 +59,7 @@ class NaVitSiglipConfig(TowerConfig):
 
     @property
     def num_patches_per_side(self) -> int:
-        """Entries along each side of the position table."""
+        """The number of entries along each side of the position table."""
         return self.image_size // self.patch_size
 
 
@@ -68,12 +71,12 @@ class NaVitMetadata(Segments):
 
 
 class NaVitSiglip(Tower):
-    """Strips of patches in, one vector per patch out; equal to transformers' tower on the same weights."""
+    """The tower: strips of patches in, one vector per patch out; equal to transformers' tower on the same weights."""
 
     config_class = NaVitSiglipConfig
 
     def __init__(self, config: NaVitSiglipConfig, *, drop_last_layer: bool = False, attention: str = "auto"):
-        """Build the tower. drop_last_layer: whether to omit its last layer (`drop_vision_last_layer` in configs)."""
+        """Build the tower. drop_last_layer: whether to omit the last layer (`drop_vision_last_layer` in configs)."""
         super().__init__(config, attention=attention)
         self.drop_last_layer = drop_last_layer
         self.patch_values = config.patch_values
@@ -111,7 +114,7 @@ class NaVitSiglip(Tower):
         return to_device(NaVitMetadata(**segments, position_ids=position_ids), self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Return a plan as large as any batch within these limits needs: one slice contains all patches."""
+        """Return a plan large enough for any batch within these limits: one slice contains all patches."""
         position_ids = torch.zeros(max_patches, dtype=torch.long)
         metadata = NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids)
         return to_device(metadata, self.device)
@@ -134,7 +137,7 @@ class NaVitSiglip(Tower):
     def rename(self, name: str) -> str:
         """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, for `qkv`.
 
-        Drop `vision_model.` if the name begins with it.
+        Drop the prefix `vision_model.` from the name.
         """
         name = re.sub(r"^(vpm|vision_model)\.", "", name)
         return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)
@@ -167,7 +170,7 @@ class EncoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Fused q, k, v; every patch attends within its own slice."""
+    """Attention with fused q, k, v; every patch attends within its own slice."""
 
     def __init__(self, config: NaVitSiglipConfig):
         super().__init__()
@@ -194,7 +197,7 @@ class MLP(nn.Module):
 
 
 def place_in_table(h: int, w: int, side: int) -> Tensor:
-    """Return (h * w,) int64: for each patch of an h x w slice, row by row, its entry in a side x side table.
+    """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its entry in a side x side table.
 
     Row r of the slice uses the entries in row floor(r / h * side) of the table. This is computed in integers. Upstream
     sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ...; for a fraction exactly on a bound, its

@@ -1,4 +1,4 @@
-"""The Qwen2.5-VL vision tower, read downward.
+"""The Qwen2.5-VL vision tower, from top to bottom.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul (a convolution with stride = kernel size)
@@ -11,9 +11,9 @@
        | [reverse_index]  back to row-major order
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes (permutation, positions,
-segment lengths) into `VisionMetadata`. `forward` reads no value back and branches on no tensor. `GridEncoder` and
-`Tower` define its input checks, the device, backends and weight names.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes (permutation,
+positions, segment lengths) into `VisionMetadata`. `forward` does not read values back and does not branch on tensors.
+`GridEncoder` and `Tower` define its input checks, the device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
@@ -37,7 +37,7 @@ from refvl.positions.windows import max_window_count, window_order
 
 @dataclass(frozen=True, slots=True)
 class Qwen2_5_VisionConfig(GridVisionConfig):
-    """Sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (7B)."""
+    """The sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (7B)."""
 
     depth: int = 32
     hidden_size: int = 1280
@@ -63,13 +63,15 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
     @property
     def window_side(self) -> int:
-        """Merged tokens along a side of a window."""
+        """The number of merged tokens along a side of a window."""
         return self.window_size // self.spatial_merge_size // self.patch_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
+    """The inputs of one forward in addition to the pixels; segments are frames.
+
+    `pad`: the rule by which a graph fills the rest of a buffer.
 
     A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
     capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
@@ -91,7 +93,7 @@ class VisionMetadata(Segments):
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_window_seqlens) - 1} windows, {len(self.cu_seqlens) - 1} frames"
 
 
@@ -111,7 +113,8 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` also accepts tensors, and checks.
+        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
+        them.
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         needs_groups = self.backend() == "sdpa"
@@ -139,7 +142,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
         a capture requests one with static shapes. In float16 the last blocks can overflow: see `clamp_overflow`.
@@ -161,10 +164,10 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        The cumulative lengths describe one frame, and windows filled one after the other, which is a valid input for a
-        warm-up. `max_window_count` limits the number of windows. A window has at most the tokens of its square; a
+        The cumulative lengths describe one frame, with windows filled one after the other, which is a valid input for a
+        warm-up. `max_window_count` limits the number of windows. A window has at most the tokens of its square, and a
         frame has at most all tokens.
         """
         patches, side = max_tokens * self.block_size, self.config.window_side
@@ -204,7 +207,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v with bias; rotary on q and k; every token attends within its own segment."""
+    """Attention with fused q, k, v with bias, and rotary q and k; every token attends within its own segment."""
 
     def __init__(self, config: GridVisionConfig):
         super().__init__()
@@ -215,7 +218,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -251,8 +254,8 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
-    depend on the rest of the batch. Here they depend only on their own row. The function does not branch on the
-    tensor, so a graph can capture it.
+    depend on the rest of the batch. In this function, they depend only on their own row. The function does not branch
+    on the tensor, so a graph can capture it.
     """
     if x_NE.dtype != torch.float16:
         return x_NE

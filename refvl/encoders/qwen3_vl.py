@@ -1,4 +1,4 @@
-"""The Qwen3-VL vision tower, read downward; Qwen3.5's is the same without DeepStack.
+"""The Qwen3-VL vision tower, from top to bottom; Qwen3.5's tower is the same without DeepStack.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul (a convolution with stride = kernel size)
@@ -15,9 +15,10 @@ features of k earlier blocks to the hidden states of the same tokens: the i-th f
 of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split` separates
 them again.
 
-The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` reads no value back and branches on no tensor. The values sampled from the table are planned too; they depend
-on the grid and on the weights. `GridEncoder` and `Tower` define its input checks, the device, backends, weight names.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+`forward` does not read values back and does not branch on tensors. The values sampled from the table are also planned;
+they depend on the grid and on the weights. `GridEncoder` and `Tower` define its input checks, the device, backends and
+weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).
@@ -44,7 +45,7 @@ from refvl.positions.tables import sample_position_table
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVisionConfig(GridVisionConfig):
-    """Sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (8B)."""
+    """The sizes of the tower; the names and defaults are those of the checkpoint's `vision_config` (8B)."""
 
     activation = "gelu_pytorch_tanh"
     depth: int = 27
@@ -81,7 +82,9 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
+    """The inputs of one forward in addition to the pixels; segments are frames.
+
+    `pad`: the rule by which a graph fills the rest of a buffer.
 
     A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
     capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
@@ -89,18 +92,18 @@ class VisionMetadata(Segments):
     module.
     """
 
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
 class Qwen3VLVisionTransformer(GridEncoder):
-    """Patch rows in, wide rows out; equal to transformers' tower on the same weights."""
+    """The tower: patch rows in, wide rows out; equal to transformers' tower on the same weights."""
 
     config_class = Qwen3VLVisionConfig
     config: Qwen3VLVisionConfig
@@ -119,7 +122,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
+        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         them. Only the table is sampled on its own device.
         """
         m = self.config.spatial_merge_size
@@ -141,7 +144,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode (N, C*Tp*P*P) patch rows of all items into (M, W) wide rows, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items as (M, W) wide rows, with items in order.
 
         Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
         a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
@@ -159,7 +162,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         return torch.cat([self.merger(x_NE), *deeper], dim=1)
 
     def split(self, rows_MW: Tensor) -> tuple[Tensor, Tensor]:
-        """Split wide rows (M, W) into embeddings (M, D) and DeepStack features (k, M, D), in the order of blocks."""
+        """Split wide rows (M, W) into embeddings (M, D) and DeepStack features (k, M, D), in block order."""
         D, k = self.config.out_hidden_size, len(self.config.deepstack_visual_indexes)
         check_shape(rows_MW, ("M", ("channels", D * (1 + k))), "rows")
         return rows_MW[:, :D], rows_MW[:, D:].unflatten(1, (k, D)).transpose(0, 1)
@@ -170,9 +173,9 @@ class Qwen3VLVisionTransformer(GridEncoder):
         return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
+        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(
@@ -200,7 +203,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v with bias; rotary on q and k; every patch attends within its own frame."""
+    """Attention with fused q, k, v with bias, and rotary q and k; every patch attends within its own frame."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -211,7 +214,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # one pass rotates both, with half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -249,7 +252,7 @@ class PatchMerger(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
-    """Sizes of Qwen3.5's tower; the defaults are those of the 27B model."""
+    """The sizes of Qwen3.5's tower; the defaults are those of the 27B model."""
 
     out_hidden_size: int = 5120
     deepstack_visual_indexes: tuple[int, ...] = ()

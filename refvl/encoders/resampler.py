@@ -11,9 +11,9 @@
     Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
     Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size, so a grid of 4 x 227 or
-a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;
-`forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
+Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size limit, so a grid of 4 x
+227 or a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded
+keys; `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -51,7 +51,7 @@ class SetMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResamplerMetadata(SetMetadata):
-    """Positions are (N, 2) int32: row and column of each patch in its slice.
+    """Positions are (N, 2) int32: the row and column of each patch in its slice.
 
     The frequencies depend only on the width. They are planned because `.to(torch.bfloat16)` would round a buffer of
     the module, and `to_empty` would lose it.
@@ -64,12 +64,12 @@ class ResamplerMetadata(SetMetadata):
 class TemporalResamplerMetadata(ResamplerMetadata):
     """The metadata of `Resampler2_5` plus the time of each patch."""
 
-    times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: temporal id of the patch's frame, -1 for none
+    times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: the temporal id of the patch's frame, or -1 for none
     time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
 
 
 class Resampler(Tower):
-    """The base of all versions: every set of queries attends to its patches."""
+    """The base of all versions: every set of queries attends to its own patches."""
 
     ln_post: Any  # None, like `proj`, if the resampler ends after the attention
     proj: Any
@@ -84,8 +84,10 @@ class Resampler(Tower):
         *,
         attention: str = "auto",
     ):
-        """Build the modules. kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the initial
-        size of upstream's table; it is no limit here.
+        """Build the modules.
+
+        kv_dim: the width of the rows (default: embed_dim, no projection). max_size: upstream's initial table size,
+        which is not a limit here.
         """
         super().__init__(None, attention=attention)
         self.max_size = as_size(max_size, "max_size")
@@ -137,7 +139,7 @@ class Resampler(Tower):
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Return the keys (N, D) of the values x_ND."""
+        """Return the keys (N, D) for the values x_ND."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
@@ -149,7 +151,10 @@ class Resampler2_5(Resampler):
     """Keys contain the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
+        """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
+
+        layouts: the (h, w) of each slice.
+        """
         sets = self.plan_sets([h * w for h, w in layouts])
         frequencies = sincos_frequencies(self.embed_dim // 2)
         metadata = ResamplerMetadata(positions=rows_columns(layouts), frequencies=frequencies, **sets)
@@ -179,8 +184,9 @@ class Resampler4_5(Resampler2_5):
     """Keys also encode time, and frames of one group share a set of queries: MiniCPM-V 4.5."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """Build as `Resampler2_5` does. max_temporal_size: the initial size of upstream's table (an hour in tenths of a
-        second); it is no limit here.
+        """Build as `Resampler2_5` does.
+
+        max_temporal_size: upstream's initial table size (an hour in tenths of a second), which is not a limit here.
         """
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
@@ -226,7 +232,10 @@ class Resampler4_5(Resampler2_5):
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
 
     def forward(self, x: Tensor, tgt_sizes, temporal_ids=None) -> Tensor:
-        """Resample (B, L, kv_dim) to (sets, Q, D). tgt_sizes: (B, 2), as in `Resampler2_5`; temporal_ids: `plan`."""
+        """Resample (B, L, kv_dim) to (sets, Q, D).
+
+        tgt_sizes: (B, 2), as in `Resampler2_5`; temporal_ids: as in `plan`.
+        """
         return resample_slices(self, x, tgt_sizes, temporal_ids)
 
 
@@ -265,7 +274,7 @@ class CrossAttention(nn.Module):
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
     """Return the attention weights of the queries on the patches: (H, Q, L) per set of L patches; rows sum to 1.
 
-    For inspection; `resample` never stores them. The arguments are those of `resample`.
+    Use this for inspection; `resample` never stores the weights. The arguments are those of `resample`.
     """
     q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
     scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5
@@ -274,7 +283,7 @@ def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetada
 
 
 def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
-    """Return (N, 2) int32: the row and column of each patch in its slice, row by row."""
+    """Return (N, 2) int32: the row and column of each patch in its slice, in row-major order."""
     places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
     return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()
 
@@ -282,7 +291,7 @@ def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
 def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
     """Group segments for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
 
-    Segments without queries or without keys are left out.
+    Segments without queries or without keys are omitted.
     """
     ends_q, ends_k = cu_seqlens_q.cpu().numpy(), cu_seqlens_k.cpu().numpy()
     pairs = np.stack([np.diff(ends_q), np.diff(ends_k)])

@@ -28,7 +28,7 @@ class FixedGridMetadata(SetMetadata):
 
 
 class Resampler2(Resampler):
-    """A fixed grid of queries; queries and keys have positions in it: MiniCPM-V 2.0."""
+    """A fixed grid of queries, in which queries and keys have positions: MiniCPM-V 2.0."""
 
     unused = r"(resampler\.)?pos_embed$"  # a formula
 
@@ -46,7 +46,7 @@ class Resampler2(Resampler):
         """Build the modules. grid_size: G, for Q = G * G queries.
 
         kv_dim: the width of the rows (default: embed_dim, no projection).
-        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
+        adaptive: keys get the sines and cosines of their own grid instead of the resized positions of the queries.
         do_post_projection: False ends with the attention, as in Qwen-VL.
         """
         num_queries = check_positive_int(grid_size, "grid_size") ** 2
@@ -56,7 +56,10 @@ class Resampler2(Resampler):
             self.ln_post = self.proj = None
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
+        """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
+
+        layouts: the (h, w) of each slice.
+        """
         check_room([sum(h * w for h, w in layouts)], 4 * self.embed_dim, "tgt_sizes")
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         if self.adaptive:
@@ -71,7 +74,7 @@ class Resampler2(Resampler):
         return to_device(metadata, self.device)
 
     def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (Q, D), keys and values (N, D) as `Resampler` does; queries have positions too."""
+        """Return queries (Q, D), keys and values (N, D) as `Resampler` does; here queries also have positions."""
         query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
         return query_QD + metadata.query_positions, keys_ND, values_ND
 

@@ -1,7 +1,7 @@
-"""The SigLIP tower in timm's layout, read downward: used by MiniCPM-V 2.0.
+"""The SigLIP tower in timm's layout, from top to bottom: used by MiniCPM-V 2.0.
 
     pixels (B, 3, H, W)                           padded with zeros on the right and below, to whole patches
-       | patchify         one row per patch, row by row
+       | patchify         one row per patch, in row-major order
     patch rows (N, 3*P*P)
        | patch_embed      one matmul (a convolution with stride = kernel size)
        | + pos_embed      the learned table, resized bicubically with antialias to the image's grid
@@ -11,7 +11,7 @@
     (N, E)
 
 The layers are those of `NaVitSiglip` except for the exact GELU; timm's weight names are mapped to the names there.
-There is no class token, and SigLIP's attention pool is left out. The resized positions depend on the grid and the
+There is no class token, and SigLIP's attention pool is omitted. The resized positions depend on the grid and the
 table. They are part of the plan, as in `refvl.encoders.glm4v`, so a plan becomes stale when the table changes.
 `encode` accepts patch rows of images of different sizes; `forward` accepts images of one size.
 
@@ -69,7 +69,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
     def from_hf(cls, config) -> "SiglipViTConfig":
         """Build from a dict with timm's names, or from a whole model's `vision_config` or `vision_encoder`.
 
-        Raises ValueError for any other tower.
+        Raises ValueError for a different tower.
         """
         whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
@@ -89,7 +89,7 @@ class SiglipViTMetadata(Segments):
 
 
 class SiglipViT(NaVitSiglip):
-    """Pixels in, one vector per patch out; equal to timm's tower on the same weights."""
+    """The tower: pixels in, one vector per patch out; equal to timm's tower on the same weights."""
 
     config_class = SiglipViTConfig
 

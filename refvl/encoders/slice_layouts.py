@@ -4,11 +4,11 @@ Layouts are normalised and made hashable, or an error describes the problem. A p
 skips these checks.
 
 Encoders never pad: their slices are concatenated. `encode_strips` and `resample_slices` accept upstream's padded form,
-in which each slice of a batch is filled up to the longest. The padding of a slice is never read, so its values are
-arbitrary; in results, the padding is zero.
+in which each slice of a batch is padded to the length of the longest. The padding of a slice is never read, so its
+values are arbitrary; the padding in results is zero.
 
-Shape suffixes: B slices, L patches of the longest, N patches of all slices, C values of a patch, E the tower's width,
-Q queries, D the language model's width.
+Shape suffixes: B slices, L patches of the longest slice, N patches of all slices, C values of a patch, E the tower's
+width, Q queries, D the language model's width.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
-    """Return one tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself.
+    """Return one tuple of `SliceGroup`s per item; a bare (h, w) forms its own group.
 
     reads_times: whether the version uses the times of frames. Raises TypeError for any other type. Raises ValueError
     for an item or group without slices, for a slice without patches, and for temporal ids that do not cover every
-    slice. Versions that do not use times also refuse them with a ValueError.
+    slice. Versions that do not use times raise ValueError if times are given.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -58,16 +58,15 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     if set(ids) == {NO_TIME}:
         return SliceGroup(slices)
     if not reads_times:
-        raise ValueError(f"{name}: temporal ids are read by MiniCPM-V 4.5 alone, got {group.temporal_ids}")
+        raise ValueError(f"{name}: expected temporal ids only for MiniCPM-V 4.5, got {group.temporal_ids}")
     return SliceGroup(slices, tuple(map(int, ids)))
 
 
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
     """Return one list of ids per group, with -1 for None.
 
-    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises
-    TypeError for another type, and ValueError for ids below -1, an empty group, or ids that do not cover every slice
-    once.
+    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises TypeError for
+    a different type, and ValueError for ids below -1, an empty group, or ids that do not cover every slice once.
     """
     if temporal_ids is None:
         return [[NO_TIME]] * num_slices
@@ -119,7 +118,7 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 
 
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-    """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer."""
+    """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer rows."""
     if any(length > padded.shape[1] for length in lengths):
         raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches do not fit the {padded.shape[1]} of {name}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])

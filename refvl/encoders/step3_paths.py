@@ -19,7 +19,10 @@ from refvl.checks import Grid, check_pixel_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """The input of a stack of equal squares besides the pixels; everything else follows from the pixels' shape."""
+    """The input of a stack of equal squares in addition to the pixels.
+
+    Everything else follows from the pixels' shape.
+    """
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
 
@@ -27,11 +30,14 @@ class StackMetadata:
 class SquarePath:
     """One of the two stacks; its layouts are (squares, n, n) in patches.
 
-    Every square of a path has the same size, so padding consists of whole squares, which no other square attends to.
+    Every square of a path has the same size, so padding consists of whole squares, to which no other square attends.
     """
 
     def __init__(self, encoder: Any, side: int, tokens: int):
-        """Wrap one stack of a `Step3VisionEncoder`. side: patches per side of a square. tokens: its output tokens."""
+        """Wrap one stack of a `Step3VisionEncoder`.
+
+        tokens: the output tokens of a square. tokens: its output tokens.
+        """
         self.encoder = encoder
         self.side = side
         self.tokens = tokens
@@ -50,11 +56,14 @@ class SquarePath:
         return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
-        """Return (squares, n, n) per item, normalised; raise TypeError or ValueError for anything else or another n."""
+        """Return (squares, n, n) per item, normalised.
+
+        Raise TypeError or ValueError for an invalid layout or a different n.
+        """
         grids = as_grids(layouts, name=name)
         for i, (_, h, w) in enumerate(grids):
             if (h, w) != (self.side, self.side):
-                raise ValueError(f"{name}[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
+                raise ValueError(f"{name}[{i}]: expected squares of {self.side} x {self.side} patches, got {h} x {w}")
         return grids
 
     def item_size(self, layout: Grid) -> tuple[int, int, int]:
@@ -72,7 +81,7 @@ class SquarePath:
         return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return (patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
+        """Return zeros, (patch rows, C*P*P), for all the squares whose outputs fit into `max_tokens`."""
         rows = max_tokens // self.tokens * self.side**2
         return torch.zeros(rows, self.encoder.patch_values, dtype=self.dtype, device=self.device)
 

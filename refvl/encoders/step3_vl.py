@@ -1,4 +1,4 @@
-"""The Step3-VL vision encoder, read downward: tower, two-stage downsampler and projector together.
+"""The Step3-VL vision encoder, from top to bottom: tower, two-stage downsampler and projector together.
 
     squares of pixels (B, C, S, S)                S = 728 for overviews ("global"), 504 for crops ("local")
        | patch_embedding     one matmul (a convolution with stride = kernel size)
@@ -43,7 +43,7 @@ CLASS_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Step3VisionConfig(TowerConfig):
-    """Sizes of the encoder; the first fields have the names and defaults of the checkpoint's `vision_config`."""
+    """The sizes of the encoder; the first fields have the names and defaults of the checkpoint's `vision_config`."""
 
     activation = "quick_gelu"
     hidden_size: int = 1792
@@ -113,18 +113,21 @@ class Step3VisionConfig(TowerConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Output tokens of an overview."""
+        """The number of output tokens of an overview."""
         return self.tokens_of(self.image_size)
 
     @property
     def crop_tokens(self) -> int:
-        """Output tokens of a crop."""
+        """The number of output tokens of a crop."""
         return self.tokens_of(self.crop_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """The inputs of one forward over images besides the pixels. Graphs capture the two stacks: `StackMetadata`."""
+    """The inputs of one forward over images, in addition to the pixels.
+
+    Graphs capture the two stacks: `StackMetadata`.
+    """
 
     local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
     global_rows: Tensor  # (overviews * n_g^2,) int64
@@ -134,14 +137,14 @@ class VisionMetadata:
 
     @property
     def summary(self) -> str:
-        """Describe the plan in one line, for tables."""
+        """Return a one-line description of the plan, for tables."""
         crops = len(self.local_rows) // math.isqrt(len(self.local_position_embeds)) ** 2
         overviews = len(self.global_rows) // math.isqrt(len(self.global_position_embeds)) ** 2
         return f"{crops} crops, {overviews} overviews"
 
 
 class Step3VisionEncoder(Tower):
-    """Squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
+    """The encoder: squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
 
     config_class = Step3VisionConfig
     config: Step3VisionConfig
@@ -162,7 +165,7 @@ class Step3VisionEncoder(Tower):
         self.patch_values = config.patch_values  # C * P * P, in one row
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
-        """Compute the rows of each stack and the final token order on the CPU; move them to the encoder's device.
+        """Compute the patch rows of each stack and the final token order on the CPU; move them to the encoder's device.
 
         Only the position table is resized on its own device. The plan contains values of the current weights, so plan
         again after loading new ones. layouts: (rows, columns) of crops per image; `plan` also accepts tensors, and
@@ -170,7 +173,7 @@ class Step3VisionEncoder(Tower):
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
-        # The position of each computed token in the result; sorting inverts this permutation.
+        # The position of each computed token in the result; a sort inverts this permutation.
         places = torch.cat(_split_places([(n * self.crop_tokens, self.image_tokens) for n in crops]))
         metadata = VisionMetadata(
             local_rows=local_rows,
@@ -193,9 +196,9 @@ class Step3VisionEncoder(Tower):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Encode squares (B, C, S, S) into (B, M, D), or patch rows of images (N, C*P*P) into (M, D), images in order.
+        """Encode squares (B, C, S, S) as (B, M, D), or patch rows of images (N, C*P*P) as (M, D), with images in order.
 
-        The rows of an image are those of its crops in order, then those of the overview, with patches row by row; its
+        An image's rows are the patches of its crops in order, then those of the overview, each in row-major order. Its
         embeddings have the same order. With patch rows, pass `layouts` to plan here, or the `metadata` of an earlier
         `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match, and TypeError
         if their dtype is not floating point.
@@ -242,7 +245,7 @@ class Step3VisionEncoder(Tower):
         return patches, crops * self.crop_tokens + self.image_tokens, crops + 1
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
-        """Return (rows, columns) of crops per image, normalised; raise TypeError or ValueError for anything else."""
+        """Return (rows, columns) of crops per image, normalised; raise TypeError or ValueError for invalid ones."""
         return as_crop_layouts(layouts, name)
 
     @classmethod
@@ -290,7 +293,7 @@ class Step3VisionEncoder(Tower):
 
 
 class VisionTransformer(nn.Module):
-    """Embeddings, then layers; the four class tokens are dropped."""
+    """Embeddings followed by layers; the four class tokens are dropped."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -312,7 +315,7 @@ class VisionTransformer(nn.Module):
 
 
 class VisionEmbeddings(nn.Module):
-    """Patches and a class token, each with its position; the class token is then repeated."""
+    """The embeddings of patches and a class token, each with its position; the class token is then repeated."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -344,7 +347,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v; every token attends within its own square."""
+    """Attention with fused q, k, v; every token attends within its own square."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -373,7 +376,8 @@ class VisionMLP(nn.Module):
 def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
     """Resize (1 + S*S, E) to (1 + side*side, E): keep the class token's row, and resize the others like an image.
 
-    Bicubic with antialias, in float32; a table of the right size is returned unchanged. Upstream: `get_abs_pos`.
+    The resize is bicubic with antialiasing, in float32; a table of the correct size is returned unchanged. Upstream:
+    `get_abs_pos`.
     """
     size = math.isqrt(len(table) - 1)
     if size == side:
@@ -384,7 +388,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the positions of all first pieces, and of all second pieces; each concatenated item has two pieces."""
+    """Return the positions of all first pieces, then of all second pieces; each concatenated item has two pieces."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

@@ -1,4 +1,4 @@
-"""The vision encoder of Step3-VL-10B and Step-3.7, read downward: Perception Encoder, downsampler and projector.
+"""The vision encoder of Step3-VL-10B and Step-3.7, from top to bottom: Perception Encoder, downsampler and projector.
 
     squares of pixels (B, C, S, S)                S = 728 for overviews ("global"), 504 for crops ("local")
        | embeddings          one matmul without bias
@@ -14,8 +14,8 @@
 
 The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but there is no class token.
 
-The released file rotates neighbours (dimensions 0 and 1, 2 and 3, ...). The file that transformers converts rotates
-halves (0 and K/2, ...), and so does this encoder: when it loads a released file, it reorders the rows of q and k.
+The released file rotates neighbouring dimensions (0 and 1, 2 and 3, ...). The file that transformers writes rotates
+halves (0 and K/2, ...), and so does this encoder. So when it loads a released file, it reorders the rows of q and k.
 
 Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H heads, K head dimension.
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
@@ -36,7 +36,7 @@ from refvl.encoders.weights import named_tensors
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
-RENAMED = {  # regular expression for a name in the released file or transformers' file -> the parameter's name
+RENAMED = {  # a regular expression for a name in the released file or transformers' file -> the parameter's name
     r"^model\.": "",
     r"^vision_model\.(vit_)?downsampler1": "vit_downsampler",
     r"^vision_model\.(vit_)?downsampler2": "vit_downsampler2",
@@ -58,7 +58,7 @@ RENAMED = {  # regular expression for a name in the released file or transformer
 
 @dataclass(frozen=True, slots=True)
 class StepVLVisionConfig(Step3VisionConfig):
-    """Sizes of the encoder, under transformers' names; the released file uses other names for three (`aliases`)."""
+    """The sizes of the encoder, under transformers' names; the released file uses other names for three (`aliases`)."""
 
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
@@ -86,7 +86,7 @@ class StepVLVisionConfig(Step3VisionConfig):
 
 
 class StepVLEncoder(Step3VisionEncoder):
-    """Squares in, embeddings of the language model's width out."""
+    """The encoder: squares in, embeddings of the language model's width out."""
 
     config_class = StepVLVisionConfig
     config: StepVLVisionConfig
@@ -140,7 +140,7 @@ def pair_halves(
 ) -> Iterator[tuple[str, Tensor]]:
     """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1).
 
-    fused: a substring of these tensors' names in the released file.
+    fused: a substring in the names of these tensors in the released file.
     """
     order = torch.arange(3 * heads * K).view(3, heads, K)
     order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
@@ -150,7 +150,7 @@ def pair_halves(
 
 
 class PerceptionEncoder(nn.Module):
-    """Embeddings, a norm, and layers whose rotary angles depend on the row and column of each patch."""
+    """Embeddings and a norm, followed by layers whose rotary angles depend on the row and column of each patch."""
 
     def __init__(self, config: StepVLVisionConfig):
         super().__init__()
@@ -204,7 +204,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Fused q, k, v; queries and keys are rotated, and every patch attends within its own square."""
+    """Attention with fused q, k, v; queries and keys are rotated, and every patch attends within its own square."""
 
     def __init__(self, config: StepVLVisionConfig):
         super().__init__()

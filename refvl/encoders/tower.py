@@ -1,6 +1,7 @@
 """The common base of all encoders: weights, input checks of `forward`, transfers of plans, and forwards in parts.
 
-Each encoder has a file of its own. A config is a frozen dataclass derived from `TowerConfig`, an encoder a `Tower`.
+Each encoder has its own file. A config is a frozen dataclass derived from `TowerConfig`, and an encoder is a
+subclass of `Tower`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,15 @@ MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forward passes,
 
 
 class Tower(nn.Module):
-    """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and the computation."""
+    """Patch rows in, embeddings out.
+
+    Patch rows in, embeddings out: subclasses add the modules, `plan`, and the computation.
+    """
 
     config_class: ClassVar[Any]
     config: Any  # of config_class
     check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
-    plan_checked: Any  # (layouts) -> the plan of layouts that are already checked, such as a processor's
+    plan_checked: Any  # (layouts) -> the plan for layouts that are already checked, such as a processor's
 
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
@@ -40,8 +44,8 @@ class Tower(nn.Module):
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
 
         Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled
-        code, so use a different backend. Do not set hooks on blocks: each hook would be compiled too, and would cause
-        a new compilation.
+        code, so use a different backend. Do not set hooks on blocks, because each hook would also be compiled and would
+        cause a new compilation.
         """
         for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
             block.compile(dynamic=True)
@@ -82,7 +86,7 @@ class Tower(nn.Module):
         if their dtype is not floating point.
         """
         if (metadata is None) == (grid_thw is None):
-            raise ValueError("forward: give exactly one of grid_thw and metadata")
+            raise ValueError("forward: pass exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
         rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.patch_values))
         weight = next(self.parameters())
@@ -118,12 +122,12 @@ class Tower(nn.Module):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return parameter -> its shape in checkpoints, if different: convolution kernels, stored here as matrices."""
+        """Return parameter -> its shape in checkpoints, if different: here convolution kernels are matrices."""
         return {}
 
     @property
     def unused(self) -> str:
-        """A regular expression for the start of checkpoint names of parts that this encoder does not have."""
+        """A regular expression for the start of checkpoint names that belong to parts this encoder does not have."""
         return r"(?!)"
 
 
@@ -143,7 +147,7 @@ class EagerPlan:
 
 
 def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
-    """Plan forwards of consecutive items: at most MAX_PATCHES_PER_FORWARD patches each, or one item."""
+    """Plan forwards of consecutive items, with at most MAX_PATCHES_PER_FORWARD patches or a single item each."""
     sizes = [encoder.item_size(layout) for layout in layouts]
     groups, rows = list[list[int]](), 0
     for i, (patches, _, _) in enumerate(sizes):
@@ -159,7 +163,7 @@ def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
 def encode_eagerly(
     encoder: Any, rows: Sequence[Levels | Tensor], plan: EagerPlan, *, progress: bool = True
 ) -> list[Tensor]:
-    """Return (M, W) per item. Rows are copied to the encoder's device right before their forward."""
+    """Return (M, W) per item. Rows are copied to the encoder's device directly before their forward."""
     embeds = list[Tensor]()
     bar = tqdm(plan.groups, desc="encode", disable=not progress or len(plan.groups) < 2, leave=False)
     for group, metadata in zip(bar, plan.metadata, strict=True):

@@ -1,4 +1,4 @@
-"""Vision utilities for CLIP-like towers (e.g. LLaVA's); the towers of this library need none of them.
+"""Vision utilities for CLIP-like towers (e.g. LLaVA's); no tower in this library needs them.
 
     get_vision_encoder_info           the number of tokens of an image
     get_vit_attn_backend              the tower's attention backend
@@ -116,7 +116,7 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the backend of `refvl.attention` for a tower; this module's logger reports the reason, at level INFO.
+    """Return the backend of `refvl.attention` for a tower; this module's logger reports the reason at level INFO.
 
     Raises ValueError for a head_size below 1.
     """
@@ -128,7 +128,7 @@ def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
 
 FEATURE_SELECTORS = {
     "class": lambda x_BND: x_BND[:, 0],  # the class token: (B, D)
-    "default": lambda x_BND: x_BND[:, 1:],  # all tokens but the class token
+    "default": lambda x_BND: x_BND[:, 1:],  # all tokens except the class token
     "full": lambda x_BND: x_BND,
 }
 
@@ -143,15 +143,15 @@ def resolve_visual_encoder_outputs(
 ) -> Tensor:
     """Return one tensor of features: the last layer's output, or several hidden states concatenated.
 
-    encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, from the
-    input of the first layer on. post_layer_norm: the norm after the last layer, or None.
+    encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, starting
+    with the input of the first layer. post_layer_norm: the norm after the last layer, or None.
     select_layers: 0 is the first layer's input, and k the output of layer k. Negative numbers count back from the last
         of `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
-    max_possible_layers - 1. The second case is upstream's rule, which is off by one: that index is the second-to-last
-    layer, and no norm is applied to the true last index, max_possible_layers. Use -1.
+    max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index is the
+    second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
     `select_layers`, for a tensor with `select_layers`, and for missing layers. A negative index beyond the loaded

@@ -1,4 +1,4 @@
-"""Strict weight loading: every parameter is filled once, or one error lists all problems."""
+"""Strict weight loading: every parameter is filled once, or a single error lists all problems."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,12 +25,12 @@ def load_strict(
     """Copy (checkpoint name, tensor) pairs into `module`; return the names of the filled parameters.
 
     rename: checkpoint name -> module name. fuse: e.g. ("q", "k", "v") lets `attn.q.weight`, `attn.k.weight`,
-    `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in checkpoints of a
-    convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start
-    matches are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one
-    ValueError that lists missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit if
-    its shape differs, if it contains nan or inf, or if it is quantised, float8, sparse, or on the meta device. The
-    module is then unchanged, because nothing is copied until everything fits.
+    `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the checkpoint shape of a convolution
+    kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start matches are
+    skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one ValueError that
+    lists missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit if its shape
+    differs, or if it contains nan or inf. It must not be quantised, float8, sparse, or on the meta device. The module
+    is then unchanged, because nothing is copied until everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
@@ -68,7 +68,7 @@ def load_strict(
 
 
 def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and parts of fused parameters by name, and the parameter that each part belongs to."""
+    """Return parameters and parts of fused parameters by name, and the parameter to which each part belongs."""
     targets, owners = dict(stored), dict[str, str]()
     for owner, parameter in stored.items():
         if parts := _parts(owner, fuse).values():
@@ -93,10 +93,13 @@ def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple
 
 
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) pairs of `weights`; TypeError for a dict (pass its `items()`) or anything but pairs."""
+    """Yield the (name, tensor) pairs of `weights`.
+
+    Raise TypeError for a dict (pass its `items()`) or for other values.
+    """
     if isinstance(weights, Mapping) or not isinstance(weights, Iterable):
         kind = type(weights).__name__
-        raise TypeError(f"weights: expected (name, tensor) pairs (of a dict its `items()`), got {kind}")
+        raise TypeError(f"weights: expected (name, tensor) pairs, such as the `items()` of a dict, got {kind}")
     for i, pair in enumerate(weights):
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(f"weights[{i}]: expected a pair (name, tensor), got {type(pair).__name__}")
@@ -111,7 +114,7 @@ def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str
         return f"is {tuple(tensor.shape)}, expected {tuple(kernel_shape or target.shape)}"
     if tensor.is_meta:
         return "is on the meta device and has no values"
-    # quantised integers and float8 are meaningless without their scale, so casting them would be wrong
+    # quantised integers and float8 have no meaning without their scale, so a cast would give incorrect values
     wanted = FLOATS if target.is_floating_point() else (target.dtype,)
     if tensor.dtype not in wanted:
         return f"holds {tensor.dtype}, expected {target.dtype}"
@@ -134,12 +137,12 @@ def config_values(
         if old in values:
             values.setdefault(new, values[old])
     if activation and values.get("hidden_act", activation) != activation:
-        raise ValueError(f"hidden_act: the tower is written for {activation!r}, got {values['hidden_act']!r}")
+        raise ValueError(f"hidden_act: expected {activation!r}, got {values['hidden_act']!r}")
     return {f.name: values[f.name] for f in fields(wanted) if f.name in values}
 
 
 def config_dict(config) -> dict:
-    """Return a dict or a transformers config as a dict; raise TypeError for anything else."""
+    """Return a dict or a transformers config as a dict; raise TypeError for other types."""
     if isinstance(config, dict):
         return config
     if not hasattr(config, "to_dict"):

@@ -1,4 +1,7 @@
-"""Encoder graphs: budgets, capture, replay, packing. They use only an encoder's plan, forward and metadata fields."""
+"""Encoder graphs: budgets, capture, replay, packing.
+
+They use only an encoder's plan, its forward and its metadata fields.
+"""
 
 from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import (

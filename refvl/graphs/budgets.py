@@ -1,8 +1,8 @@
-"""Budgets: how many graphs to capture, and which items share one replay.
+"""Budgets: the sizes for which graphs are captured, and the items that share one replay.
 
-A captured graph has fixed sizes, so one is captured per token budget: powers of two between the smallest sensible
-output and the largest allowed one. Arriving items are packed into the smallest budget that fits them. A replay
-computes the whole budget, however full it is; the unused share is the padding waste.
+A captured graph has fixed sizes, so one graph is captured per token budget. The budgets are powers of two between the
+smallest sensible output and the largest allowed output. Arriving items are packed into the smallest budget that fits
+them. A replay computes the whole budget even if it is not full; the unused share is the padding waste.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ GPU needs more time than the host.
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items (indices into the caller's order) that run together; budget None: too large for any graph, so eager.
+    """Items that run together, as indices into the caller's order. With budget None they run eagerly.
 
-    path: the path that runs, if the encoder has several. tokens: output tokens of the items, on that path.
+    path: the path on which they run, if the encoder has several. tokens: the output tokens of the items on that path.
     """
 
     indices: tuple[int, ...]
@@ -38,7 +38,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PairedBatch:
-    """Items that run together on all paths. budgets: per path, None for eager; an unused path is absent."""
+    """Items that run together on all paths.
+
+    budgets: the budget on each path, or None for an eager run; an unused path is absent.
+    """
 
     indices: tuple[int, ...]
     budgets: Mapping[str, int | None]
@@ -48,7 +51,7 @@ class PairedBatch:
 class Limits:
     """The graphs of one path: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the maximum of frames times output tokens of a capture; None: max_frames for every budget.
+    frame_tokens: the maximum of frames times output tokens in a capture; None: max_frames for every budget.
     """
 
     budgets: tuple[int, ...]
@@ -62,7 +65,7 @@ class Limits:
 
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
-    """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last.
+    """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last one.
 
     Raises ValueError for budgets below 1.
 
@@ -88,10 +91,10 @@ def infer_limits(
 ) -> Limits:
     """Fill in the limits that the user left open. min_budget, max_budget: the values that the model's sizes suggest.
 
-    Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget; given alone,
-    it raises the smallest budget. Repeated budgets count once. Frames default to as many as items, at least 32; for
-    large budgets they are fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do not hold. Upstream: the
-    constructor of `EncoderCudaGraphManager`.
+    Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget. If only
+    `max_items` is given, it raises the smallest budget. Repeated budgets count once. By default there are as many
+    frames as items, at least 32; large budgets allow fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do
+    not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
     min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
     if min_budget > max_budget:
@@ -122,14 +125,15 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: tokens of each item (an item may be empty). frames: frames of each item, limited by `max_frames`
-    per batch (optional). policy "greedy": fill a batch with sorted items while they fit the largest budget;
-    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items. For more items,
-    it is a bounded search that is never worse than the best cut of the sorted items into consecutive batches.
+    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item, limited by
+    `max_frames` per batch (optional). policy: "greedy" fills a batch with sorted items while they fit the largest
+    budget. "optimal" finds the smallest sum of budgets, then the fewest batches. The search is exact for up to 12
+    items. For more items, it is bounded, but never worse than the best cut of the sorted items into consecutive
+    batches.
 
-    Batches that begin with the smallest item come first; items that fit no graph come last, alone, with budget None.
+    The batch with the smallest item comes first; items that fit no graph come last, each alone, with budget None.
     Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong type)
-    naming the argument.
+    that names the argument.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
     [(0, 2), (1,)]
@@ -161,7 +165,7 @@ def pack_items(
     fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
     packed = [[place] for place in range(len(fitting))]
-    if len(fitting) > 1:  # a single item shares its replay with no other
+    if len(fitting) > 1:  # a single item cannot share its replay
         packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
     groups = [[fitting[place] for place in group] for group in packed]
@@ -179,10 +183,11 @@ def plan_paired_batches(
 ) -> list[PairedBatch]:
     """Pack items once for all paths, smallest first, while every path's tokens fit its largest budget.
 
-    path_tokens: per item, its output tokens on each path. budgets: per path. An item too large for a path is a batch of
-    its own: that path runs eagerly, the others replay. Upstream: the greedy plan of vLLM's dual path.
+    path_tokens: the output tokens of each item on each path. budgets: per path. An item too large for a path forms a
+    separate batch: that path runs eagerly, and the others replay. Upstream: the greedy plan of vLLM's dual-path
+    manager.
 
-    Raises ValueError for max_items below 1.
+    Raises ValueError if max_items is below 1.
 
     >>> plan_paired_batches([{"local": 162, "global": 169}, {"local": 0, "global": 169}],
     ...                     {"local": [81, 162, 324], "global": [169, 338]}, 8)
@@ -205,9 +210,9 @@ def plan_paired_batches(
 
 
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
-    """Return the share of the tokens computed by replays that is padding; items that run eagerly do not count.
+    """Return the share of padding among the tokens that replays compute; items that run eagerly do not count.
 
-    output_tokens: tokens of each item, as in `plan_batches`; None: the batches' own. 0 without replays.
+    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches. 0 without replays.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25
@@ -228,7 +233,7 @@ def check_policy(policy: str, allowed: Sequence[str]) -> None:
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
-    """Return budgets sorted, each once; raise if one is not a positive integer or there is none."""
+    """Return the budgets sorted and without duplicates; raise if there is none or if one is not a positive integer."""
     checked = sorted(
         {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(as_sequence(budgets, "budgets"))}
     )

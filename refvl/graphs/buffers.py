@@ -1,9 +1,9 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
-previous batch remains. A field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
-are capacities, which a batch must not exceed.
+capacity, plus the pixels. Before a replay, each field is padded by the rule in its definition, so nothing of the
+previous batch remains. A field without a rule raises TypeError, so it cannot cause stale data. Integers were baked in
+at capture, so they are capacities that a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -37,9 +37,10 @@ class Fill(NamedTuple):
 
 
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
-    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) and pad the rest by `rule`.
+    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...), and pad the rest by `rule`.
 
-    In place. Raises ValueError if the values do not fit, TypeError for an unknown rule or anything but a tensor.
+    In place. Raises ValueError if the values do not fit, and TypeError for an unknown rule or an argument that is not a
+    tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
@@ -67,12 +68,12 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers compared with their capacity, tuples skipped, dataclasses filled in turn.
-    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or without a
-    padding rule, ValueError if a value exceeds the captured capacity.
+    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped, and dataclasses are
+    filled in turn. On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of a different
+    class or without a padding rule, and ValueError if a value exceeds the captured capacity.
     """
     together = []
-    for fill in list(_fills(buffers, metadata)):  # a list, so a field that cannot be filled raises first
+    for fill in list(_fills(buffers, metadata)):  # a list, so an error is raised before any field is filled
         if _is_in_words(fill):
             together.append(fill)
         else:
@@ -98,7 +99,7 @@ def _fills(buffers, metadata) -> Iterator[Fill]:
 
 
 def _is_in_words(fill: Fill) -> bool:
-    """Return whether a fill is on a GPU and fits, and its contents are whole words of 32 bits."""
+    """Return whether a fill is on a GPU, fits, and consists of whole 32-bit words."""
     buffer, values = fill.buffer, fill.values
     fits = isinstance(values, Tensor) and 0 < len(values) <= len(buffer) and values.shape[1:] == buffer.shape[1:]
     alike = fits and values.dtype == buffer.dtype and values.device == buffer.device and buffer.is_cuda
@@ -108,7 +109,7 @@ def _is_in_words(fill: Fill) -> bool:
 def _fill_together(fills: list[Fill]) -> None:
     """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
 
-    One more kernel clears all remainders that are padded with zeros. The cumulative lengths need one kernel each.
+    Another kernel clears all remainders that are padded with zeros. Cumulative lengths need one kernel each.
     """
     copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
     padded = [fill for fill in fills if len(fill.rest)]
@@ -125,7 +126,10 @@ def _fill_together(fills: list[Fill]) -> None:
 
 
 def metadata_tensors(metadata, prefix: str = "") -> dict[str, Tensor]:
-    """Return all tensors of a metadata dataclass that a graph reads, by name; nested ones as `vision.cos`."""
+    """Return all tensors of a metadata dataclass that a graph reads, by name.
+
+    Nested tensors have names such as `vision.cos`.
+    """
     tensors: dict[str, Tensor] = {}
     for field in fields(metadata):
         name, value = prefix + field.name, getattr(metadata, field.name)

@@ -1,4 +1,4 @@
-"""The CUDA backend: the same contract as the trace backend, enforced by the driver."""
+"""The CUDA backend: it follows the same contract as the trace backend, and the driver enforces it."""
 
 import threading
 import warnings
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
 
-Pool = Any  # the result of `torch.cuda.graph_pool_handle`, a pair of integers whose type is private to torch
+Pool = Any  # the return value of `torch.cuda.graph_pool_handle`, a pair of integers whose type is private to torch
 
 
 class CudaGraph:
     """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`.
 
-    Graphs of one `pool` share memory. stream: the stream for warm-up and capture, other than the current one. Libraries
-    keep a workspace per stream, so graphs should share the stream, too. None: a new one on the current device.
+    Graphs of one `pool` share memory. stream: the stream for warm-up and capture; it must differ from the current one.
+    Libraries keep a workspace per stream, so graphs that share a pool should share the stream, too. None: a new stream
+    on the current device.
     """
 
     def __init__(self, pool: Pool | None = None, stream: torch.cuda.Stream | None = None):
@@ -29,11 +30,11 @@ class CudaGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Warm up on the side stream, then capture one run of `function` there.
 
-        Lazy initialisation (library handles, kernels compiled on first use) must not be captured, hence the warm-up.
-        Raises CaptureError if `function` reads a value back, before the driver notices: a capture that fails inside
-        the driver would leave allocator and streams in capture state. Every tensor that `function` closes over must be
-        kept alive as long as the graph. Captures of several threads take turns; other threads' use of the device
-        does not disturb them ("thread_local").
+        The warm-up does the lazy initialisation (library handles, kernels compiled on first use), which must not be
+        captured. Raises CaptureError if `function` reads a value back, before the driver notices: a capture that fails
+        inside the driver would leave allocator and streams in capture state. Every tensor that `function` closes over
+        must be kept alive as long as the graph. Captures from several threads run one after the other; other threads'
+        use of the device does not disturb them ("thread_local").
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already has a recording")
@@ -51,13 +52,13 @@ class CudaGraph:
                         ),
                     ):
                         output = function()
-            finally:  # the warm-up's inputs may be freed even after a failure
+            finally:  # the warm-up's inputs may be freed even if the capture fails
                 current.wait_stream(self.stream)
         self.output = output
         return output
 
     def replay(self) -> Tensor:
-        """Run the captured kernels on the buffers' current contents; return the output, at its captured address."""
+        """Run the captured kernels on the buffers' current contents; return the output at its captured address."""
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
         self.graph.replay()
@@ -66,10 +67,10 @@ class CudaGraph:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Let a capture allocate the workspaces of its matrix multiplications in its own pool.
+    """Let a capture allocate the workspaces of its matrix multiplications in the graph's own pool.
 
-    Until 2.14, torch keeps one workspace per stream, and a graph keeps its address. The warm-up's workspace does not
-    belong to the graph: code that clears the workspaces, such as code compiled with "reduce-overhead", would leave
+    Up to 2.14, torch keeps one workspace per stream, and a graph keeps its address. The graph does not own the
+    workspace of the warm-up. Code that clears workspaces, such as code compiled with "reduce-overhead", would leave
     replays writing to freed memory. Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
@@ -86,16 +87,17 @@ def pool_bytes(pool: Pool) -> int:
 
 
 def _check_capturable(function: Callable[[], Tensor]) -> None:
-    """Run once under the rules of the trace backend, with PyTorch's reports of synchronisation turned on.
+    """Run once under the rules of the trace backend, with PyTorch's synchronisation warnings turned on.
 
-    The report is a mode of the whole process, hence a warning and not an error: other threads may synchronise.
+    The warning mode applies to the whole process, and other threads may synchronise, so it reports a warning instead of
+    an error.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def note(message, *args, **kwargs) -> None:
         if threading.get_ident() == thread and "called a synchronizing CUDA operation" in str(message):
-            waits.append(str(message))  # torch's one-time remark that the mode is a prototype is left out
+            waits.append(str(message))  # suppress torch's one-time notice that the mode is a prototype
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

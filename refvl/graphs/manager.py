@@ -1,4 +1,4 @@
-"""The manager: captures one graph per budget, packs arriving items, replays, and returns outputs in order.
+"""The manager: it captures one graph per budget, packs arriving items, replays, and returns outputs in order.
 
     plan   layouts -> the part of each item for each path
                    -> batches: which items share a replay, on each path
@@ -7,15 +7,16 @@
                       too large for every budget: the same path, eagerly
                    -> the paths' results for an item, joined in the order of its rows
 
-Most encoders are one path, named "". Step3-VL has two `paths`: an image's crops and its overview are squares of two
-sizes, so each size has its own graphs. The paths pack independently: images that share a replay on one path may not on
-the other, and one path may run eagerly while the other replays. The policy "paired" packs images once for all paths,
-as vLLM does. Upstream: `EncoderCudaGraphManager`.
+Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of an image are squares
+of two sizes, so each size has its own graphs. The paths pack independently, so images that share a replay on one path
+may not share one on the other. One path may also run eagerly while the other replays. The policy "paired" packs images
+once for all paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
 
-The manager uses an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
+The manager uses only the `GraphEncoder` interface of an encoder: plan, forward, metadata at capacity, and the sizes of
+an item.
 
-Any number of threads may use one manager, and any number of managers one encoder. A call's plan belongs to that
-call; the buffers belong to one call at a time, which holds a lock from the first fill to the last clone.
+Any number of threads may use one manager, and any number of managers may use one encoder. A plan belongs to one call.
+The buffers are used by one call at a time, which holds a lock from the first fill to the last clone.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -47,7 +48,7 @@ Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBudget:
-    """One graph and everything it reads and writes: strong references, or the memory would be reused."""
+    """One graph and every tensor it reads and writes, kept as strong references so the memory is not reused."""
 
     graph: CudaGraph | TraceGraph
     pixel_values: Tensor
@@ -56,11 +57,14 @@ class CapturedBudget:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Everything that is filled before a replay, by name."""
+        """Every buffer that is filled before a replay, by name."""
         return {"pixel_values": self.pixel_values, **metadata_tensors(self.metadata)}
 
     def fill(self, rows: Tensor, metadata) -> None:
-        """Copy a batch's patch rows and plan in, and pad them; errors as in `fill_padded` and `fill_metadata`."""
+        """Copy a batch's patch rows and plan into the buffers, and pad them.
+
+        Errors are as in `fill_padded` and `fill_metadata`.
+        """
         fill_padded(self.pixel_values, rows, "zero", "pixel_values")
         fill_metadata(self.metadata, metadata)
 
@@ -76,12 +80,12 @@ class GraphStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of items that a graph encoded; 0 before the first."""
+        """The share of items that a graph encoded, 0 before the first item."""
         return self.hits / max(1, self.hits + self.misses)
 
     @property
     def padding_waste(self) -> float:
-        """The share of replayed tokens that were padding; 0 before the first."""
+        """The share of padding among the replayed tokens, 0 before the first replay."""
         return 1 - self.tokens / self.budget_tokens if self.budget_tokens else 0.0
 
     def count(self, batch: Batch) -> None:
@@ -98,9 +102,9 @@ class GraphStats:
 class GraphPlan:
     """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
 
-    layouts: of every item. sizes: those of each item's part on each path, in the order of the rows. batches: the items
-    that run together, in the order in which they run. metadata: the path's plan of each batch. weights: the addresses
-    of the captured weights.
+    layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the rows.
+    batches: the items that run together, in the order in which they run. metadata: the plan of each batch on its path.
+    weights: the addresses of the captured weights.
     """
 
     layouts: Sequence
@@ -111,12 +115,12 @@ class GraphPlan:
 
 
 class EncoderGraphManager:
-    """The graphs of one encoder. Outputs are clones, because the next replay overwrites a graph's output.
+    """The graphs of one encoder. Outputs are clones, because the next replay overwrites the output of a graph.
 
-    While the encoder has forward hooks, items run eagerly, so hooks are called. Copies begin without graphs. Weights
-    may change at any time between calls. The next replay reads new values in the same memory. If the weights have a new
+    While the encoder has forward hooks, items run eagerly, so hooks are called. A copied manager starts without graphs.
+    Weights may change between calls. Values changed in place take effect at the next replay. If weights have a new
     address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a
-    manager: each call gets its own embeddings, one replay after the other.
+    manager: each call gets its own embeddings, and replays run one after the other.
 
     limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget).
     """
@@ -134,13 +138,13 @@ class EncoderGraphManager:
         policy: str = "optimal",
         progress: bool = True,
     ):
-        """budgets: output tokens per graph; for an encoder with several paths, a mapping from path to these. max_items,
-        max_frames: per replay. None is inferred. Inferred budgets double from `min_budget` up to `max_budget`; on a
-        path whose items consist of equal units, they begin with one unit instead.
+        """budgets: output tokens per graph; for an encoder with several paths, a mapping from paths to such lists.
+        max_items, max_frames: limits per replay. None is inferred. Inferred budgets double from `min_budget` up to
+        `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
 
-        backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
+        backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
         `plan_batches`; "paired" packs items once for several paths. Raises ValueError if limits contradict each other,
-        budgets miss a path, or the backend cannot run here.
+        if budgets miss a path, or if the backend cannot run here.
         """
         self.encoder: Any = encoder
         self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
@@ -168,7 +172,7 @@ class EncoderGraphManager:
         self._lock, self._of_thread = RLock(), local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle: without graphs, which belong to the memory of this process."""
+        """Return the state of a copy or a pickle, without graphs, because their memory belongs to this process."""
         with self._lock:
             kept = {name: value for name, value in vars(self).items() if name not in ("_lock", "_of_thread")}
             return kept | {"captured": {}, "_weights": (), "_pool": None, "_last_stream": None}
@@ -186,10 +190,12 @@ class EncoderGraphManager:
         return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
-        """Capture every budget, each path's largest first, so smaller graphs reuse its memory. Shows a progress bar.
+        """Capture every budget, starting with the largest on each path, so smaller graphs reuse its memory.
 
-        Does nothing if the graphs of the current weights exist; else the graphs of the old weights are
-        dropped first. Raises CaptureError if the encoder reads a value back; then no graph is kept.
+        Shows a progress bar.
+
+        Does nothing if the graphs of the current weights exist; otherwise the graphs of the old weights are dropped
+        first. Raises CaptureError if the encoder reads a value back; in that case, no graph is kept.
         """
         with self._lock:
             weights = baked_in(self.encoder)
@@ -223,30 +229,36 @@ class EncoderGraphManager:
         return CapturedBudget(graph, pixel_values, metadata, output)
 
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
-        """Encode items, images and videos mixed; return one (M, D) tensor each, in the caller's order.
+        """Encode items (images and videos may be mixed); return one (M, D) tensor each, in the caller's order.
 
         pixel_values: (N, values) patch rows of all items in order, path by path within each. layouts: the arguments of
         the encoder's `plan`: (t, h, w) per item in patches for Qwen and GLM. Captures first if there are no graphs
-        yet. The same as `plan`, then `run`.
+        yet. Equivalent to `plan`, then `run`.
         """
         return self.run(pixel_values, self.plan(layouts))
 
     @torch.inference_mode()
     def plan(self, layouts) -> GraphPlan:
-        """Pack items into batches and plan each; `run` it before the weights change. Captures first if needed."""
+        """Pack items into batches and plan each batch; `run` the plan before the weights change.
+
+        Captures first if there are no graphs yet.
+        """
         layouts = self.encoder.check_layouts(layouts)
         parts = {(i, path): part for i, layout in enumerate(layouts) for path, part in self._split(layout)}
         sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
         with self._lock:
             if not self.captured:
-                self.capture()  # `run` notices if the weights have moved since then, and plans again
+                self.capture()  # `run` detects if the weights have moved since then, and plans again
             weights = self._weights
         batches = self._without_hooks(self._pack(sizes, len(layouts)))
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches, all eager while the encoder has hooks on its forwards, which a replay would not call."""
+        """Return the batches.
+
+        All are eager if the encoder has hooks on its forwards, because a replay would not call them.
+        """
         return [replace(batch, budget=None) for batch in batches] if has_hooks(self.encoder) else batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
@@ -282,7 +294,7 @@ class EncoderGraphManager:
         outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
-            if plan.weights is not self._weights:  # captured again after it was made
+            if plan.weights is not self._weights:  # the graphs were captured again after the plan was made
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)
@@ -306,7 +318,7 @@ class EncoderGraphManager:
         return captured.graph.replay()[: batch.tokens].clone()
 
     def _join(self, outputs: dict[Part, Tensor], item: int) -> Tensor:
-        """Join the paths' results for an item in the order of its rows, (M, D)."""
+        """Join an item's results on all paths in the order of its rows, (M, D)."""
         parts = [outputs[item, path] for path in self.paths if (item, path) in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -320,21 +332,21 @@ class EncoderGraphManager:
 
     @property
     def last_batches(self) -> list[Batch]:
-        """The packing of the calling thread's last items; prefer the `batches` of a `plan`."""
+        """The packing of the last items of the calling thread; prefer the `batches` of a `plan`."""
         return getattr(self._of_thread, "batches", [])
 
     def path_stats(self) -> dict[str, GraphStats]:
-        """Return hits, misses, hit rate and padding waste of each path since `clear`, as copies."""
+        """Return copies of the hits, misses, hit rate and padding waste of each path since `clear`."""
         with self._lock:
             return {path: replace(stats) for path, stats in self._stats.items()}
 
     def stats(self) -> GraphStats:
-        """Return the counters of all paths together; an item counts once on each path on which it has rows."""
+        """Return the counters summed over all paths; an item counts once on each path on which it has rows."""
         counters = [astuple(stats) for stats in self.path_stats().values()]
         return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the graphs: static buffers, and the CUDA pool or all recorded outputs of traces."""
+        """Return the bytes of the graphs: the static buffers, plus the CUDA pool or all recorded outputs of traces."""
         with self._lock:
             buffers = sum(t.nbytes for captured in self.captured.values() for t in captured.buffers.values())
             graphs = [captured.graph for captured in self.captured.values()]

@@ -1,4 +1,4 @@
-"""Packing: the choice of items that share a replay, with a small sum of budgets.
+"""Packing: the selection of items that share a replay, with a small sum of budgets.
 
     greedy   a group takes the next item while the largest budget fits it: one look at each item
     cut      the sorted items are cut into consecutive groups: the best cut, by dynamic programming
@@ -30,7 +30,7 @@ EXACT_ITEMS = 12
 SEARCHED_ITEMS = 10  # a search covers this many of a larger number of items
 ROUNDS = 8  # the number of such searches
 MISSES = 16  # a fill may skip this many items whose frames or rows do not fit
-COUNT_BASE = 2**8  # above the groups of any search: a cost is (summed budgets) * COUNT_BASE + (number of groups)
+COUNT_BASE = 2**8  # above the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
 NEVER = 2**60  # above the cost of any packing
 
 
@@ -38,7 +38,7 @@ NEVER = 2**60  # above the cost of any packing
 class Capacity:
     """The limits of one replay.
 
-    max_rows: the patch rows that the graph of each budget fits. frames: the frames that each budget fits, which do not
+    max_rows: the patch rows that fit the graph of each budget. frames: the frames that fit each budget, which do not
     increase with the budget; empty: max_frames for all.
     """
 
@@ -56,7 +56,7 @@ class Capacity:
         return level if frames <= self.frames_at(level) else len(self.budgets)
 
     def frames_at(self, level: int) -> int:
-        """Return the maximum number of frames of the budget with this index."""
+        """Return the maximum number of frames in the budget with this index."""
         return self.frames[level] if level < len(self.frames) else self.max_frames
 
     def budget_for(self, items: Sequence[Item]) -> int | None:
@@ -89,7 +89,7 @@ def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best way to cut the sorted items into consecutive groups.
 
     best[k] is (summed budgets, groups, start of the last group) of the first k items. Fewer items never cost more, so
-    the longest last group within a budget is the best one, and its start only moves forward.
+    the longest last group that fits a budget is the best one, and its start only moves forward.
     """
     tokens, frames, rows = (list(itertools.accumulate(column, initial=0)) for column in zip(*items, strict=True))
     starts = [0] * len(capacity.budgets)
@@ -113,12 +113,12 @@ def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def add(a: Item, b: Item) -> Item:
-    """Return the size of two items together."""
+    """Return the combined size of two items."""
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best packing found, and the cut if none is better: for up to EXACT_ITEMS items, the optimum.
+    """Return the best packing found, and the cut if none is better; up to EXACT_ITEMS items, it is the optimum.
 
     items: at least one. Each must fit the largest budget alone.
     """
@@ -133,11 +133,11 @@ def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best of all partitions: the smallest summed budgets, then the fewest groups.
+    """Return the best of all partitions: the smallest sum of budgets, then the fewest groups.
 
-    Sets of items are bits of an integer. The best cost of a set follows from smaller sets: its last item is in some
-    group, and the best cost of the rest is already known. Time and memory grow as 3 to the power of the number of
-    items.
+    A set of items is the bits of an integer. The best cost of a set follows from smaller sets. Its last item is in some
+    group, and the best cost of the remaining items is already known. Time and memory grow as 3 to the power of the
+    number of items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1
@@ -145,7 +145,7 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     level = np.maximum(np.searchsorted(capacity.budgets, tokens), np.searchsorted(capacity.max_rows, rows))
     most = np.array([capacity.frames_at(i) for i in range(len(capacity.budgets) + 1)])[level]
     fits = (members.sum(1) <= capacity.max_items) & (frames <= most) & (level < len(capacity.budgets))
-    costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)  # every set as one group
+    costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)  # each set as one group
     best = np.zeros_like(costs)
     for last in (1 << i for i in range(len(items))):
         others, parts, starts = _subsets(last)
@@ -177,7 +177,7 @@ def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Take the largest remaining item, fill every budget that fits it, keep the least waste, and repeat."""
+    """Take the largest remaining item, fill every budget that fits it, keep the fill with least waste, and repeat."""
     left = list(range(len(items)))
     groups: list[Group] = []
     while left:
@@ -185,13 +185,13 @@ def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
         fills = [_fill_one(items, left, capacity, level) for level in range(smallest, len(capacity.budgets))]
         _, _, places = min(fills)
         groups.append([left[place] for place in places])
-        for place in places:  # largest item first: from the last to the first
+        for place in places:  # largest item first, so the loop runs from the last to the first
             del left[place]
     return groups
 
 
 def _fill_one(items: Sequence[Item], left: list[int], capacity: Capacity, level: int) -> tuple[int, int, list[int]]:
-    """Fill one budget from the largest item downwards; return (waste, minus tokens, indices in `left`)."""
+    """Fill one budget from the largest item downwards; return (waste, -tokens, indices in `left`)."""
     budget = capacity.budgets[level]
     place = len(left) - 1
     held = items[left[place]]
@@ -208,7 +208,7 @@ def _fill_one(items: Sequence[Item], left: list[int], capacity: Capacity, level:
 
 
 def improve(items: Sequence[Item], capacity: Capacity, groups: list[Group]) -> list[Group]:
-    """Dissolve up to SEARCHED_ITEMS items' groups, chosen at random or by waste, and repack their items optimally."""
+    """Dissolve the groups of up to SEARCHED_ITEMS items, chosen at random or by waste, and repack them optimally."""
 
     def waste(group: Group) -> int:
         held = [items[i] for i in group]

@@ -1,14 +1,14 @@
 """The trace backend: CUDA-graph semantics on any device, in plain Python.
 
 While a forward runs once, a dispatch mode records every ATen operation together with the tensors it used.
-Replay runs that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in,
-outputs keep their addresses, and inputs that are not copied into a static buffer are stale. So the mistakes that break
-a CUDA graph break this one too, and can be inspected. It does not model speed, the shared memory pool, the silent use
-of freed memory, or copies between host and device.
+A replay runs that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in,
+and outputs keep their addresses. Inputs that are not copied into a static buffer are stale. So the mistakes that break
+a CUDA graph break a trace too, and can be inspected. The trace backend does not model speed, the shared memory pool,
+the silent use of freed memory, or copies between host and device.
 
-Views are not replayed: they alias a recorded tensor and see its new contents. `torch.fx` with `make_fx` was the
-alternative; it rebuilds a graph on fresh tensors at every call. Then addresses change, nothing is ever stale or
-overwritten, and `.tolist()` is silently baked in - exactly the effects that this backend is meant to show.
+Views are not replayed, because they alias a recorded tensor and see its new contents. The alternative was `torch.fx`
+with `make_fx`, which rebuilds a graph on fresh tensors at every call. Then addresses change, nothing is ever stale or
+overwritten, and `.tolist()` is silently baked in. This backend is meant to show exactly these effects.
 """
 
 import sys
@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Reading values back to Python does not always reach the dispatcher on a CPU, so it is refused by name as well.
+# On a CPU, reading values back to Python does not always reach the dispatcher, so these functions are also refused by
+# name.
 READ_BACK = (
     "item", "tolist", "numpy", "cpu", "nonzero", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
     "__contains__", "__array__", "__dlpack__", "__repr__",
@@ -42,7 +43,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One recorded call: on replay the results are computed again and written into `outputs`."""
+    """One recorded call; a replay computes the results again and writes them into `outputs`."""
 
     function: OpOverload
     args: tuple
@@ -51,7 +52,7 @@ class Operation:
     module: nn.Module | None = None  # the module whose forward called the operation
 
     def reads(self, *tensors: Tensor) -> bool:
-        """Return whether an argument is in the memory of one of `tensors`; views of a tensor count as the tensor."""
+        """Return whether an argument is in the memory of one of `tensors`; views of a tensor also count."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors((self.args, self.kwargs)))
 
@@ -72,17 +73,20 @@ class Operation:
 
 
 class TraceGraph:
-    """Records one run of a function (`capture`), then repeats it (`replay`). Upstream: `torch.cuda.CUDAGraph`."""
+    """A recording of one run of a function (`capture`), which can be repeated (`replay`).
+
+    Upstream: `torch.cuda.CUDAGraph`.
+    """
 
     def __init__(self):
         self.operations: list[Operation] = []
         self.output: Tensor | None = None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run `function` once and record it; copy new contents into the tensors it closes over before `replay`.
+        """Run `function` once and record it; before `replay`, copy new contents into the tensors it closes over.
 
-        Captures of several threads take turns. Raises CaptureError if `function` reads a value back or a shape
-        depends on data; then nothing was recorded.
+        Captures from several threads run one after the other. Raises CaptureError if `function` reads a value back or a
+        shape depends on data; in that case nothing is recorded.
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already has a recording")
@@ -95,7 +99,7 @@ class TraceGraph:
     def replay(self) -> Tensor:
         """Run the recorded operations on the buffers' current contents; return the output at its captured address.
 
-        The output has the shape that it had in the capture. Raises CaptureError without a capture.
+        The output keeps the shape it had in the capture. Raises CaptureError if nothing was captured.
         """
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
@@ -105,7 +109,7 @@ class TraceGraph:
         return self.output
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the recorded outputs, with views counted once."""
+        """Return the bytes of the recorded outputs; views are counted once."""
         fresh = [out for operation in self.operations if not operation.is_in_place for out in operation.outputs]
         storages = [out.untyped_storage() for out in fresh]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -113,17 +117,17 @@ class TraceGraph:
 
 @contextmanager
 def refuse_read_back():
-    """Raise CaptureError if code inside reads a value back to Python, or makes a shape depend on data.
+    """Raise CaptureError if code inside this context reads a value back to Python, or makes a shape depend on data.
 
-    Without inference mode, composite operations arrive in parts, so none hides a part that reads.
+    Without inference mode, composite operations arrive as their parts, so a part that reads a value cannot hide in one.
     """
     with _uncompiled(), torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
         yield
 
 
 def _uncompiled() -> AbstractContextManager:
-    """Run compiled code as written, because under a dispatch mode torch would drop it for good."""
-    has_compiler = "torch._dynamo" in sys.modules  # importing it takes seconds, and without it nothing is compiled
+    """Run compiled code uncompiled, because a dispatch mode would make torch discard the compiled version."""
+    has_compiler = "torch._dynamo" in sys.modules  # the import takes seconds; before it, nothing is compiled
     return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
@@ -143,7 +147,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # the schema is inconsistent for boolean masks; integer indices are known
+        is_indexing = function in INDEXING  # the schema is inconsistent for boolean masks; integers are known
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
         return function(*args, **(kwargs or {}))
@@ -158,7 +162,10 @@ class _RefuseByName(TorchFunctionMode):
 
 
 def _calling_module(frame: FrameType | None) -> nn.Module | None:
-    """Return the innermost module with a method on the stack; hooks would find it too, but belong to all threads."""
+    """Return the innermost module with a method on the stack.
+
+    Hooks would also find it, but hooks affect all threads.
+    """
     while frame is not None:
         is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading a frame's locals keeps them alive
         if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
@@ -175,7 +182,10 @@ def _is_masked(args: tuple) -> bool:
 
 
 def _aliases(arguments, result) -> bool:
-    """Return whether the result is a view. The schema is not enough: `x.to(dtype)` returns x itself or a copy."""
+    """Return whether the result is a view of an argument.
+
+    The schema is not enough: `x.to(dtype)` returns x or a copy.
+    """
     memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: an empty tensor
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
 

@@ -1,4 +1,4 @@
-"""Detection of changes of an encoder: a graph stores addresses and dtypes of its weights, and calls no hooks."""
+"""Detection of changes to an encoder: a graph stores the addresses and dtypes of its weights, and calls no hooks."""
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -7,9 +7,9 @@ ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "
 
 
 def baked_in(encoder: nn.Module) -> tuple:
-    """Return the values on which a graph of `encoder` depends; if they change, it must be captured again.
+    """Return the values on which a graph of `encoder` depends; if one changes, the graph must be captured again.
 
-    They are the address and dtype of each parameter, and which adapters are active, how strongly, and which are merged.
+    They are the address and dtype of each parameter, and the active adapters, their scaling and the merged adapters.
     """
     modules = _modules(encoder)
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
@@ -18,7 +18,7 @@ def baked_in(encoder: nn.Module) -> tuple:
 
 
 def adapter_switches(module: nn.Module) -> list[str]:
-    """Return, for every layer that PEFT has put into `module`, which adapters are active, how strongly, and merged."""
+    """Return the active adapters, their scaling and the merged adapters of each layer that PEFT put into `module`."""
     return _switches(_modules(module))
 
 
@@ -28,7 +28,7 @@ def _switches(modules: list[nn.Module]) -> list[str]:
 
 
 def has_hooks(encoder: nn.Module) -> bool:
-    """Return whether a forward of `encoder` calls hooks: functions in Python, which are not part of a graph."""
+    """Return whether a forward of `encoder` calls hooks, which are Python functions and not part of a graph."""
     of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
     return bool(of_all) or any(module._forward_hooks or module._forward_pre_hooks for module in _modules(encoder))
 

@@ -1,4 +1,4 @@
-"""GLM's text models are those of transformers; each class lists the weights of its checkpoint that it skips."""
+"""GLM's text models are those of transformers; each class lists the checkpoint weights that it skips."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -18,5 +18,5 @@ class GlmOcrTextModel(CausalTextModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
-# one tensor per expert in the checkpoint, one for all in the model; transformers maps them only for the whole model
+# the checkpoint has one tensor per expert, the model one for all; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

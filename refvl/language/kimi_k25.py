@@ -1,11 +1,11 @@
-"""Kimi K2.5's text model, which is transformers' DeepSeek-V3; positions count every token."""
+"""Kimi K2.5's text model is transformers' DeepSeek-V3; its positions count every token."""
 
 import torch
 from torch import Tensor
 
 from refvl.language.model import SequentialTextModel
 
-VISION = r"^(model\.)?(vision_tower|mm_projector)\."  # regular expression for the tower's weights
+VISION = r"^(model\.)?(vision_tower|mm_projector)\."  # a regular expression for the tower's weights
 
 
 class KimiK25TextModel(SequentialTextModel):
@@ -14,5 +14,8 @@ class KimiK25TextModel(SequentialTextModel):
     _keys_to_ignore_on_load_unexpected = [VISION]  # noqa: RUF012
 
     def text_rows(self, ids_L: Tensor) -> Tensor:
-        """Return the embeddings of the ids, (L, W); ids beyond the vocabulary, replaced later, get the first row."""
+        """Return the embeddings of the ids, (L, W).
+
+        Ids beyond the vocabulary, which are replaced later, get the first row.
+        """
         return super().text_rows(torch.where(ids_L < self.config.vocab_size, ids_L, 0))

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from refvl.checkpoints import raise_for_weights, weight_headers
 from refvl.language.model import CausalTextModel
 
-# checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as saved by vLLM
+# checkpoint name -> wrapper name, as regular expressions: as saved since transformers 4.52, and by vLLM
 KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
@@ -29,7 +29,7 @@ KEY_MAPPING = {
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # names of dtypes in safetensors
 NO_ADAPTER = "no adapter"  # this folder does not exist, so transformers finds no adapter to attach
 PART = "text model"  # the name of this part in errors
-PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers places the weights
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # with one of these, transformers places weights
 
 
 def load_language_model(
@@ -45,10 +45,10 @@ def load_language_model(
     """Load the text part of the checkpoint in `folder`, strictly.
 
     kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) go to transformers' `from_pretrained`;
-    those that place the weights override `device`. On CUDA, weights are loaded directly to it if accelerate is
-    installed, else through host memory. Raises ValueError, listing the weights, if some are missing, are unexpected,
-    have another shape, or contain nan or inf. Weights that are not plain floats are also refused unless a
-    `quantization_config` sets a method. Sizes and dtypes are compared with the headers of the files before memory is
+    those that place the weights override `device`. On CUDA, weights are loaded directly to the GPU if accelerate is
+    installed, otherwise through host memory. Raises ValueError, listing the weights, if some are missing or unexpected,
+    have a different shape, or contain nan or inf. Weights that are not plain floats are also refused unless a
+    `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers before memory is
     allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
@@ -79,7 +79,7 @@ def load_language_model(
 
 
 def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
-    """Refuse groups of values that share a scale (torchao's `PerGroup`) if they do not divide the rows."""
+    """Raise an error if groups of values that share a scale (torchao's `PerGroup`) do not divide the rows evenly."""
     layout = getattr(quantization_config, "quant_type", None)
     group = getattr(getattr(layout, "granularity", layout), "group_size", None)
     if not isinstance(group, int) or group < 1:
@@ -99,13 +99,13 @@ def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Return whether a quantised checkpoint names a method of transformers, which silently ignores unknown ones."""
+    """Return whether transformers knows a quantised checkpoint's method; it silently ignores unknown methods."""
     method = getattr(text_config, "quantization_config", None)
     return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 
 
 def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
-    """Refuse, from the headers of the files, weights that do not fit the text model; allocates no memory."""
+    """Read the files' headers and raise an error for weights that do not fit the text model; allocates no memory."""
     ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
     stored = {name: header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
     no_floats = [f"{name} is {header.dtype}" for name, header in stored.items() if header.dtype not in FLOAT_DTYPES]
@@ -119,7 +119,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Check the smallest and the largest value, in one pass without a copy; nan becomes both."""
+    """Check the smallest and the largest value, in one pass and without a copy; nan makes both nan."""
     packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's weights have parts
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # the weight is on disk, or quantised
@@ -129,7 +129,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """Set transformers' switch for progress bars, which is global, and restore it afterwards."""
+    """Set transformers' global switch for progress bars, and restore it afterwards."""
     were_on = logging.is_progress_bar_enabled()
     if not wanted:
         logging.disable_progress_bar()
@@ -148,7 +148,7 @@ def random_language_model(
     model_class: type[CausalTextModel] = CausalTextModel,
     **kwargs,
 ) -> CausalTextModel:
-    """Build the same model with random weights, at its true shape; on `meta` it needs no memory."""
+    """Build the same model with random weights at full size; on `meta` it needs no memory."""
     built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # random values are the same on every device
     with torch.device(built_on), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
-The released files name their own config class in `auto_map`, as code next to the weights, which is never run here.
-`MiniCPMVConfig` reads the same keys and provides the text model's part as the transformers config of its
-architecture, which `refvl.families` chooses:
+The released files name their own config class in `auto_map`. It is code next to the weights, and refvl never runs it.
+`MiniCPMVConfig` reads the same keys. It provides the text model's part as the transformers config of its architecture,
+which `refvl.families` selects:
 
     version   text model             config of transformers
     2.0       MiniCPM                Granite, whose multipliers express MiniCPM's scaling
@@ -31,12 +31,15 @@ TEXT_KEYS = (
 
 
 class MiniCPMVConfig(PretrainedConfig):
-    """The whole config.json as attributes, with the part for transformers' text model as `text_config`."""
+    """The whole config.json as attributes; `text_config` is the part for transformers' text model."""
 
     model_type = "minicpmv"
 
     def __init__(self, text_config_class: Callable[..., PretrainedConfig] = PretrainedConfig, **values):
-        """Split the keys of config.json. text_config_class: the config class of the version's text model."""
+        """Split the keys of config.json into those of the text model and the rest.
+
+        text_config_class: the config class of the version's text model.
+        """
         values = {"tie_word_embeddings": False} | values
         if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` returns both
             values["rope_parameters"] = text_config.get("rope_parameters")
@@ -55,9 +58,9 @@ def read_text_config(values: dict, config_class: Callable[..., PretrainedConfig]
 def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values) -> GraniteConfig:
     """Express MiniCPM's maximal update parametrisation (muP) as a Granite config.
 
-    Embeddings are scaled by scale_emb, each layer's residual update by scale_depth / sqrt(layers), logits by
-    dim_model_base / hidden_size. Granite scales all embeddings, but MiniCPM-V does not scale those of images. So the
-    embedding itself applies this one factor (`MiniCPMTextModel`).
+    The scales are scale_emb for embeddings, scale_depth / sqrt(layers) for each layer's residual update, and
+    dim_model_base / hidden_size for logits. Granite scales all embeddings, but MiniCPM-V does not scale image
+    embeddings. So the embedding layer applies this one factor (`MiniCPMTextModel`).
     """
     hidden = values["hidden_size"]
     return GraniteConfig(
@@ -70,7 +73,7 @@ def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding whose rows are multiplied by a constant whenever ids become embeddings."""
+    """An embedding layer whose vectors are multiplied by a constant whenever ids are embedded."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
         super().__init__(num_embeddings, embedding_dim, padding_idx)
@@ -82,7 +85,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class MiniCPMVTextModel(SequentialTextModel):
-    """MiniCPM-V 2.5 to 4.5: `llm.` in the checkpoint, next to vision and, in omni releases, speech."""
+    """MiniCPM-V 2.5 to 4.5: the checkpoint keeps text weights under `llm.`, next to vision and, if omni, speech."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
 
@@ -98,7 +101,7 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.post_init()
 
     def forward(self, *args, attention_mask=None, **kwargs) -> CausalLMOutputWithPast:
-        """Run the model and divide its logits by hidden_size / dim_model_base, which affects sampling, not greedy."""
+        """Run the model and divide its logits by hidden_size / dim_model_base; this affects sampling, not greedy."""
         outputs = super().forward(*args, **kwargs | {"attention_mask": attention_mask})
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

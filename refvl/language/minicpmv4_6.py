@@ -1,4 +1,4 @@
-"""The text models of MiniCPM-V 4.6 and 4.7: transformers' Qwen3.5, each with its own rule for positions."""
+"""The text models of MiniCPM-V 4.6 and 4.7: both are transformers' Qwen3.5, and each has its own rule for positions."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from refvl.language.qwen3_5 import Qwen3_5TextModel
 from refvl.positions.canvas import CanvasMarks, canvas_positions
 from refvl.positions.mrope import MediaSpan
 
-VISION = r"^(model\.)?(vision_tower|merger)\."  # regular expression for the tower's weights
+VISION = r"^(model\.)?(vision_tower|merger)\."  # a regular expression for the tower's weights
 
 
 class MiniCPMV4_6TextModel(Qwen3_5TextModel):
-    """MiniCPM-V 4.6: positions count every token, media included."""
+    """MiniCPM-V 4.6: positions count every token, including media tokens."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"^mtp\."]  # noqa: RUF012
 

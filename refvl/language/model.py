@@ -1,8 +1,8 @@
 """The text model: from embeddings and positions to tokens.
 
-The language model is transformers' own (`AutoModel` of the checkpoint's text config), and so is generation: KV
-cache, sampling, streaming. refvl adds a wrapper without a vision tower that a vision-language model needs. It accepts
-embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
+The language model is transformers' own (`AutoModel` of the checkpoint's text config). So is generation: the KV cache,
+sampling and streaming. refvl adds what a vision-language model needs around it: a wrapper without a vision tower. It
+accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from refvl.trace import synchronized_time
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
-    """A transformers text model with its output head; `forward` accepts embeddings and positions of any rank.
+    """A transformers text model with an output head; `forward` accepts embeddings, and positions of any rank.
 
     Parameter names are those of the original checkpoints: `model.layers...`, `model.norm`, `lm_head`.
     """
@@ -41,7 +41,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
     @property
     def row_width(self) -> int:
-        """W, the number of values in the encoder's rows that this model accepts: D, its own width.
+        """W, the number of values in each encoder row that this model accepts; by default its own width D.
 
         A class whose layers accept k DeepStack features returns D * (1 + k) here, and accepts the features in
         `forward` as `deepstack_embeds`.
@@ -49,12 +49,12 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return self.config.hidden_size
 
     def text_rows(self, ids_L: Tensor) -> Tensor:
-        """Return the embeddings of the ids, (L, W), wide enough for the rows of media."""
+        """Return the embeddings of the ids, (L, W), as wide as the encoder's rows."""
         text_LD = self.get_input_embeddings()(ids_L.to(self.device))
         return F.pad(text_LD, (0, self.row_width - text_LD.shape[1]))
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
-        """Return the positions of a prompt with media at `spans`, (3, L) int64: M-RoPE."""
+        """Return the M-RoPE positions of a prompt with media at `spans`, (3, L) int64."""
         return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
@@ -66,10 +66,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         deepstack_embeds=None,
         **kwargs,
     ) -> dict[str, Any]:
-        """Drop the prompt's DeepStack features for decode steps, to which transformers would pass them, too.
+        """Drop the prompt's DeepStack features in decode steps; transformers would pass them there, too.
 
         transformers inspects the argument names to find out what a model accepts. Cached tokens do not run through the
-        model again; transformers' assisted decoding would run the prompt twice.
+        model again; without this, transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:
@@ -91,7 +91,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return input_ids, inputs
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """Return the positions that transformers' inner model accepts, of (3, B, L): all three axes."""
+        """Return the positions that transformers' inner model accepts: here all three axes of (3, B, L)."""
         return position_ids
 
     def forward(
@@ -124,26 +124,26 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
 
 class SequentialTextModel(CausalTextModel):
-    """A text model whose positions count every token, media included: the three axes are equal."""
+    """A text model whose positions count every token, including media tokens: the three axes are equal."""
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """Return 0, 1, 2, ... on every axis, (3, L) int64."""
         return torch.arange(len(ids_L)).expand(3, -1)
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """Return one of the axes, (B, L)."""
+        """Return one of the axes, (B, L), because all three are equal."""
         return position_ids if position_ids is None or position_ids.ndim < 3 else position_ids[0]
 
 
 class TokenTimer(BaseStreamer):
-    """The times of tokens: transformers calls `put` with the prompt as generation begins, then for every new token."""
+    """A record of token times: transformers calls `put` with the prompt at first, then for every new token."""
 
     def __init__(self, device: torch.device | None, listener: BaseStreamer | None = None):
         """listener: a streamer that receives the same calls."""
         self.device = device
         self.listener = listener
         self.times: list[float] = []
-        self.tokens: list[int] = []  # new tokens per call: several if drafts were accepted
+        self.tokens: list[int] = []  # new tokens per call; several if drafts were accepted
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
@@ -169,11 +169,12 @@ def generate(
     """Return transformers' output, whose `sequences` are the new ids (B * num_return_sequences, max_new_tokens or
     fewer).
 
-    input_ids: (B, L) of the prompt; a repetition penalty counts them. positions: (3, B, L) int64; decode steps continue
-    at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left padding.
-    options: those of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy. They include the
-    prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds` (B, L, W - D),
-    see `row_width`; or else `past_key_values` of all tokens but the last.
+    input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L) int64; decode steps
+    continue at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left
+    padding.
+    options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy. They include
+    the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds` (B, L, W -
+    D), see `row_width`; or else the `past_key_values` of all tokens except the last.
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options

@@ -6,7 +6,7 @@ from refvl.language.model import CausalTextModel
 
 
 class Qwen3VLTextModel(CausalTextModel):
-    """Dense or MoE. The first layers each add the features of an earlier block of the tower (DeepStack)."""
+    """Dense or MoE. Each of the first layers adds the features of an earlier block of the tower (DeepStack)."""
 
     @property
     def row_width(self) -> int:
@@ -14,7 +14,10 @@ class Qwen3VLTextModel(CausalTextModel):
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
     def forward(self, *args, attention_mask=None, deepstack_embeds=None, **kwargs):
-        """Run as in `CausalTextModel`. deepstack_embeds: (B, L, D * k); the i-th D are added after layer i."""
+        """Run as in `CausalTextModel`.
+
+        deepstack_embeds: (B, L, D * k); the i-th group of D features is added after layer i.
+        """
         if deepstack_embeds is not None:
             visual_BL = deepstack_embeds.any(-1)
             features = deepstack_embeds[visual_BL].split(self.config.hidden_size, dim=-1)
@@ -22,7 +25,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return super().forward(*args, **kwargs | {"attention_mask": attention_mask})
 
 
-# released experts are transposed, in one tensor; transformers maps them only for the whole model
+# the released experts are transposed and in one tensor; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping(
     "qwen3_vl_moe_text", get_checkpoint_conversion_mapping("qwen3_vl_moe"), overwrite=True
 )

@@ -1,6 +1,6 @@
 """Step3's config.json, for which transformers (up to 5.23) has no classes.
 
-The keys and the defaults are those of the released file; data/configs/README.md documents the defaults. The end of
+The keys and defaults are those of the released file; data/configs/README.md documents the defaults. The end of
 this file registers the three `model_type`s, so `AutoConfig` and `AutoTokenizer` can read a Step3 folder.
 """
 
@@ -13,7 +13,7 @@ from refvl.printing import printable
 
 
 class Step3TextConfig(PretrainedConfig):
-    """Sizes of the language model. `moe_layers_enum` lists the MoE layers: "4,5,6", or [4, 5, 6]."""
+    """The sizes of the language model. `moe_layers_enum` lists the MoE layers, as "4,5,6" or as [4, 5, 6]."""
 
     model_type = "step3_text"
     base_config_key = "text_config"
@@ -48,7 +48,7 @@ class Step3TextConfig(PretrainedConfig):
 
     @property
     def moe_layers(self) -> frozenset[int]:
-        """The numbers of the MoE layers; without `moe_layers_enum` all but the first, as upstream."""
+        """The indices of the MoE layers; without `moe_layers_enum` all but the first, as upstream."""
         if self.moe_layers_enum is None:
             return frozenset(range(1, self.num_hidden_layers))
         listed = self.moe_layers_enum
@@ -60,7 +60,7 @@ class Step3TextConfig(PretrainedConfig):
 
 
 class Step3VisionEncoderConfig(PretrainedConfig):
-    """Sizes of the images, of the vision tower, and of the first of the two convolutions after it."""
+    """The sizes of the images, of the vision tower, and of the first of the two convolutions after it."""
 
     model_type = "step3_vision_encoder"
     base_config_key = "vision_config"
@@ -73,7 +73,7 @@ class Step3VisionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints set others
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints change them
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
@@ -96,12 +96,12 @@ class Step3VLConfig(PretrainedConfig):
         for name, config_class in self.sub_configs.items():
             if not isinstance(values := getattr(self, name), PretrainedConfig):
                 setattr(self, name, config_class(**(values or {})))
-        hidden_size = self.get_text_config().hidden_size  # upstream reads it here
+        hidden_size = self.get_text_config().hidden_size  # upstream reads it from this level
         super().__post_init__(**(kwargs | {"hidden_size": hidden_size}))
 
 
 def check_config(config: Step3TextConfig) -> None:
-    """Raise ValueError, naming the key, for a text model that is not supported."""
+    """Raise ValueError, naming the key, if the text model is not supported."""
     if config.num_attention_groups != 1:
         raise ValueError(f"num_attention_groups: expected 1, as in MFA, got {config.num_attention_groups}")
     if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) != "default":

@@ -1,4 +1,4 @@
-"""Step3's text model, top down, for which transformers (up to 5.23) has no class; `step3_config` has its sizes.
+"""Step3's text model, top down; transformers (up to 5.23) has no class for it, and `step3_config` contains its sizes.
 
     embeddings (B, L, D)
       -> layers:  x + attention(RMSNorm(x))
@@ -6,12 +6,12 @@
                   x + share_expert(y) + moe(y), y = RMSNorm(x)  in a layer of `moe_layers_enum`
       -> RMSNorm -> (B, L, D)
 
-Multi-matrix factorisation attention (MFA, arXiv 2412.19255) has many query heads: 64 heads of 256 share one
-key-value head, so the cache has only two vectors of 256 per token and layer. The query of that width is
-low-rank: 7168 -> 2048 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
+In multi-matrix factorisation attention (MFA, arXiv 2412.19255), 64 query heads of width 256 share one key-value head.
+So the cache has only two vectors of 256 values per token and layer. The query of that width is low-rank: 7168 -> 2048
+(`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
 
-The cache, masks, attention kernels and generation are transformers'; refvl/language/model.py puts the head on top.
-Shapes: B prompts, L tokens, D hidden, H heads, K head dimension, R rank of the query, T = B * L tokens, E experts,
+The cache, masks, attention kernels and generation are those of transformers; refvl/language/model.py puts the head on
+top. Shapes: B prompts, L tokens, D hidden, H heads, K head dimension, R rank of the query, T = B * L tokens, E experts,
 C = T * top_k rows for experts. Upstream: vLLM's `Step3TextModel`.
 """
 
@@ -33,7 +33,7 @@ from refvl.positions.rotary import rotate
 
 
 class Step3ForCausalLM(SequentialTextModel):
-    """Step3, with refvl's own text model."""
+    """Step3 with refvl's own text model."""
 
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
@@ -41,7 +41,7 @@ class Step3ForCausalLM(SequentialTextModel):
 
 
 class Step3TextModel(PreTrainedModel):
-    """From embeddings or ids to hidden states; transformers loads, places and caches it like its own models."""
+    """Step3 from embeddings or ids to hidden states; transformers loads, places and caches it like its own models."""
 
     config: Step3TextConfig
     config_class = Step3TextConfig
@@ -76,9 +76,9 @@ class Step3TextModel(PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Return hidden states (B, L, D) of (B, L) ids or (B, L, D) embeddings.
+        """Return hidden states (B, L, D) for (B, L) ids or (B, L, D) embeddings.
 
-        position_ids: (B, L), by default those after the cache. attention_mask: (B, cached + L), 0 for padding.
+        position_ids: (B, L); by default they continue after the cache. attention_mask: (B, cached + L), 0 for padding.
         kwargs: `output_hidden_states` and `output_attentions` (with eager attention), as in transformers' models.
         Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
         """
@@ -103,7 +103,7 @@ class Step3TextModel(PreTrainedModel):
 def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Turn (B, L) positions into the factors of `rotate`, (B, 1, L, K) each: cos twice, and -sin followed by sin.
 
-    Angles are computed in float32, whatever the model's dtype.
+    Angles are computed in float32 for every dtype of the model.
     """
     dims = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32)
     inv_freq = (config.rope_parameters or {})["rope_theta"] ** -(dims / config.head_dim)
@@ -113,7 +113,7 @@ def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtyp
 
 
 class Step3TextDecoderLayer(nn.Module):
-    """A dense layer with `mlp`, or a layer of `moe_layers_enum` with `moe` and `share_expert`, as in checkpoints."""
+    """A dense layer with `mlp`, or a layer from `moe_layers_enum` with `moe` and `share_expert`, as in checkpoints."""
 
     def __init__(self, config: Step3TextConfig, layer_idx: int):
         super().__init__()
@@ -137,17 +137,17 @@ class Step3TextDecoderLayer(nn.Module):
 
 
 class Step3TextAttention(nn.Module):
-    """MFA: a low-rank query of H heads, and one head of keys and values for all of them."""
+    """MFA: a low-rank query with H heads, and one head of keys and values for all of them."""
 
     is_causal = True
 
     def __init__(self, config: Step3TextConfig, layer_idx: int):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
-        self.config = config  # the attention kernels of transformers read it
+        self.config = config  # the attention kernels of transformers read this attribute
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = heads  # for transformers' kernels: query heads per key-value head
+        self.num_key_value_groups = heads  # for transformers' kernels: the number of query heads per key-value head
         self.q_proj = nn.Linear(hidden, config.share_q_dim, bias=False)
         self.k_proj = nn.Linear(hidden, self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, self.head_dim, bias=False)
@@ -158,12 +158,12 @@ class Step3TextAttention(nn.Module):
     def forward(
         self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor], mask, past_key_values=None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the update of x (B, L, D), and the weights (B, H, L, all keys) if the implementation provides them."""
+        """Return the update of x, (B, L, D), and the weights, (B, H, L, all keys), if the implementation has them."""
         q_BLR = self.inter_norm(self.q_proj(x_BLD))
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
-        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # one pass rotates both: half as many kernels
+        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # one pass for both needs half the kernels
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
         if past_key_values is not None:  # from here on, L of keys and values includes cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)
@@ -173,7 +173,7 @@ class Step3TextAttention(nn.Module):
 
 
 class Step3TextMoE(nn.Module):
-    """A softmax over all experts, of which the best `moe_top_k` are summed, weighted by their probabilities.
+    """A softmax over all experts; the outputs of the best `moe_top_k` are summed, weighted by their probabilities.
 
     These weights sum to less than one; `norm_expert_weight` divides them by their sum.
     """
@@ -189,14 +189,14 @@ class Step3TextMoE(nn.Module):
         self.down_proj = ExpertLinear(experts, intermediate, hidden)
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of the chosen experts, (T, top_k) each; the softmax is in float32."""
+        """Return the weights and the indices of the chosen experts, (T, top_k) each; the softmax is in float32."""
         weights, chosen = self.gate(x_TD).softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_expert_weight:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x_TD.dtype), chosen
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Sort rows by expert, so each expert reads its own rows in one piece, C = T * top_k in total."""
+        """Run the experts on C = T * top_k rows, sorted so each expert reads its rows as one contiguous block."""
         x_TD = x_BLD.flatten(0, -2)
         weights, chosen = self.route(x_TD)
         experts_C, order = chosen.flatten().sort(stable=True)
@@ -211,14 +211,17 @@ class Step3TextMoE(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """One matrix per expert, all in one tensor (E, out, in), as in the checkpoint."""
+    """One matrix per expert, stored in one tensor (E, out, in), as in the checkpoint."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
     def forward(self, x_CI: Tensor, ends: Tensor | list[int]) -> Tensor:
-        """Map (C, in) rows, sorted by expert, to (C, out). ends: the end of each expert's rows; a tensor if grouped."""
+        """Map (C, in) rows, sorted by expert, to (C, out).
+
+        ends: the end of each expert's rows; a tensor if the matmul is grouped.
+        """
         if isinstance(ends, Tensor):
             return F.grouped_mm(x_CI, self.weight.mT, offs=ends)
         pieces = zip(x_CI.tensor_split(ends[:-1]), self.weight, strict=True)
@@ -226,7 +229,7 @@ class ExpertLinear(nn.Module):
 
 
 class Step3TextMLP(nn.Module):
-    """SwiGLU, for a dense layer and for the expert that every token uses."""
+    """A SwiGLU block, used in a dense layer and as the expert for every token."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -238,6 +241,6 @@ class Step3TextMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-# transformers collects their outputs for `output_hidden_states` and `output_attentions`
+# transformers collects the outputs of these classes for `output_hidden_states` and `output_attentions`
 Step3TextModel._can_record_outputs = {"hidden_states": Step3TextDecoderLayer, "attentions": Step3TextAttention}
 AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)

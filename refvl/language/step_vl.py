@@ -1,4 +1,4 @@
-"""Step3-VL-10B's config.json, and the text models of both releases, transformers' Qwen3 and Step-3.7.
+"""Step3-VL-10B's config.json, and the text models of both releases: transformers' Qwen3 and Step-3.7.
 
 transformers has no class for `step_robotics`, the model_type of Step3-VL-10B.
 """
@@ -15,7 +15,7 @@ VISION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\.
 
 
 class PerceptionEncoderConfig(PretrainedConfig):
-    """Sizes of the images and of the tower, under the released file's names."""
+    """The sizes of the images and of the tower, under the released file's names."""
 
     model_type = "perception_encoder"
     base_config_key = "vision_config"
@@ -27,7 +27,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints set others
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints change them
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
@@ -63,21 +63,21 @@ class StepVLTextModel(SequentialTextModel):
 
 
 class Step37TextModel(SequentialTextModel):
-    """Step-3.7; the layers after the last one, which predict several tokens, are skipped, as in transformers."""
+    """Step-3.7; the layers after the last one predict several tokens and are skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"layers\.(45|46|47)\."]  # noqa: RUF012
 
     def __init__(self, config):
         from transformers.models.step3p7 import modeling_step3p7  # imported here because few callers need it
 
-        config.allow_global_per_layer_attribute_access = True  # `refvl info` reads the heads; sliding layers differ
+        config.allow_global_per_layer_attribute_access = True  # `refvl info` reads head counts, which differ by layer
         PreTrainedModel.__init__(self, config)
         self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` has no entry for the text model alone
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 
-# one tensor for all experts, in three parts in the checkpoint; transformers maps them only for the whole model
+# the checkpoint has one tensor in three parts for all experts; transformers maps them only for the whole model
 _mapping = get_checkpoint_conversion_mapping("step3p7") or []
 _experts = [rule for rule in _mapping if re.search(r"moe|share_expert", "".join(rule.source_patterns))]
 register_checkpoint_conversion_mapping(Step37TextModel.__name__, _experts, overwrite=True)

@@ -27,7 +27,7 @@ def smart_resize(
     """Return the (height, width) to resize to: multiples of `factor`, area within the budget, ratio nearly unchanged.
 
     Larger images are rounded down and smaller ones up, so the area stays within the budget. A thin image may exceed
-    max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
+    max_pixels, because no side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
     (420, 644)
@@ -53,7 +53,7 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
     """Turn sampled frames, (T, H, W, 3) uint8 or as in `as_frames`, into (patches (N, C*Tp*P*P) float32, (t, h, w)).
 
-    Raises ValueError if there are no frames, and for an aspect ratio above 200.
+    Raises ValueError if there are no frames, or for an aspect ratio above 200.
     """
     levels, grid = levels_of_frames(as_frames(frames), config)
     return levels.normalize(), grid

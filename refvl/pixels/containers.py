@@ -1,8 +1,8 @@
-"""Video files whose header, packets and frames disagree, and files whose frame rate varies.
+"""Video files whose header, packets and frames disagree, or whose frame rate varies.
 
-`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header
-declares more frames than there are, if there are fewer than two frames, or if the rate varies. It also calls it if
-packets contain no frame, or if the file has a display matrix. This file also lists the formats that may be opened.
+`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header declares more frames
+than exist, if there are fewer than two frames, or if the rate varies. It also calls it if packets contain no frame, or
+if the file has a display matrix. This file also lists the formats that may be opened.
 """
 
 import warnings
@@ -21,14 +21,14 @@ FORMATS = (  # FFmpeg's names of formats that contain their own frames; playlist
     "nut", "rm", "dv", "wtv", "swf", "yuv4mpegpipe", "dirac", "dnxhd", "cavsvideo", "flic", "gif", "apng",
     "ico", "fits", "bmp_pipe", "exr_pipe", "gif_pipe", "j2k_pipe", "jpeg_pipe", "jpegxl_pipe", "pam_pipe", "pbm_pipe",
     "pcx_pipe", "pgm_pipe", "png_pipe", "ppm_pipe", "psd_pipe", "qoi_pipe", "sgi_pipe", "tiff_pipe", "webp_pipe",
-    "wav", "mp3", "aac", "flac",  # images and sounds are opened only for a clear error message
+    "wav", "mp3", "aac", "flac",  # images and sounds are opened only to give a clear error message
 )  # fmt: skip
 OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # of `av.open`
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The frames of a file as its packets list them, before any is decoded."""
+    """The frames of a file as its packets list them, before any frame is decoded."""
 
     total: int  # the number of frames that are shown
     rate: float  # frames per second; the average if it varies
@@ -43,13 +43,12 @@ class Packets:
 
     starts: np.ndarray  # (packets,) int64
     lengths: np.ndarray  # (packets,) int64; 0: unknown
-    is_timed: bool  # False if the container has no times, or invented ones
+    is_timed: bool  # False if the container has no times, or has invented ones
 
     def seconds(self, tick: float) -> float:
-        """Return the seconds from the first frame to the end of the last, 0 if unknown. tick: the length of a tick in
-        seconds.
+        """Return the seconds from the first frame to the end of the last, or 0 if unknown; tick: the seconds of a tick.
 
-        If the last frame has no length, the mean length of the others is used.
+        If the last frame has no length, the mean length of the other frames is used.
         """
         if not self.is_timed:
             return 0.0
@@ -72,14 +71,16 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
 
     side_data: 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset are
     not applied. Raises ValueError for an angle that is more than one degree from a quarter turn. FFmpeg's programs do
-    the same with their filters transpose, hflip and vflip.
+    the same with their transpose, hflip and vflip filters.
     """
     (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
     is_turned = abs(b) + abs(c) > abs(a) + abs(d)
-    to_x, to_y = (c, b) if is_turned else (a, d)  # the factors of the axes of the result
+    to_x, to_y = (c, b) if is_turned else (a, d)  # the factors for the axes of the result
     others = (a, d) if is_turned else (b, c)
     if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
-        raise ValueError(f"video: {name} has a display matrix that is not a quarter turn; rotate the video itself")
+        raise ValueError(
+            f"video: {name} has a display matrix that is not a quarter turn; rotate the video before you load it"
+        )
     image = image.swapaxes(0, 1) if is_turned else image
     return image[:: -1 if to_y < 0 else 1, :: -1 if to_x < 0 else 1]
 
@@ -104,7 +105,7 @@ def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
 
 
 def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
-    """List the frames again after fewer were decoded, because some packets contain no frame of their own.
+    """List the frames again after fewer were decoded than listed, because some packets contain no frame of their own.
 
     Raises ValueError if nothing was decoded, or if the header counts the frames, because then the file is truncated.
     """
@@ -117,7 +118,7 @@ def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
 
 
 def refuse_still_image(path: str, name: str, frames: int) -> None:
-    """Raise ValueError for a still image, a video without frames, and an animation that PyAV cannot decode.
+    """Raise ValueError for a still image, a video without frames, or an animation that PyAV cannot decode.
 
     PyAV opens a still image as a video with one frame, and an animated WebP as a video without frames.
     """
@@ -133,13 +134,13 @@ def refuse_still_image(path: str, name: str, frames: int) -> None:
 
 
 def check_complete(container, packets: Packets, name: str) -> None:
-    """Raise ValueError, or warn, if the header of a file promises more than its packets contain."""
+    """Raise ValueError, or warn, if a file's header promises more frames than its packets contain."""
     stream = container.streams.video[0]
     frames = len(packets.starts)
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     if frames < stream.frames - 1 and rate:
         promised = stream.frames / rate
-        if "mp4" in container.format.name and stream.duration:  # frames that an edit list hides do not count
+        if "mp4" in container.format.name and stream.duration:  # frames hidden by an edit list do not count
             promised = float(stream.duration * stream.time_base)
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:

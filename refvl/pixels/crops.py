@@ -9,9 +9,9 @@
     patch rows (N, C*P*P)    of all crops in order, then of the overview; P patch_size, C channels
     CropLayout               rows x columns of crops
 
-In the prompt the crops come first, each between two special tokens, with a newline token after every row of crops but
-the last. The overview follows, also between two special tokens. Upstream: `ImagePatcher` and `Step3VisionProcessor`
-(vLLM).
+In the prompt, the crops come first, each between two special tokens, and a newline token follows every row of crops
+except the last. The overview follows, also between two special tokens. Upstream: `ImagePatcher` and
+`Step3VisionProcessor` (vLLM).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from refvl.pixels.settings import check_preprocessing, known_fields
 from refvl.pixels.strips import resize_as_square
 
 MIN_SIDE, THIN_RATIO = 32, 4  # an image with a shorter side and a larger ratio is padded to a square
-SQUARE_RATIO = 1.5  # the overview is enough for a small image up to this ratio
+SQUARE_RATIO = 1.5  # up to this ratio, a small image needs only the overview
 SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
 
 
@@ -42,7 +42,7 @@ class CropConfig:
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
-    max_crops: int = 128  # more are refused: a strip one pixel wide would be cut into thousands
+    max_crops: int = 128  # images with more crops raise an error: a strip one pixel wide would be cut into thousands
     enable_crops: bool = True  # False: only overviews
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -56,9 +56,9 @@ class CropConfig:
 
     @classmethod
     def from_hf(cls, config) -> "CropConfig":
-        """Read a model's config or its vision config, as an object or a dict.
+        """Read the sizes from a model's config or its vision config, given as an object or a dict.
 
-        Released configs set `image_size` and `patch_size`; small ones may also set `crop_size` and `max_side`.
+        Released configs set `image_size` and `patch_size`; small configs may also set `crop_size` and `max_side`.
         """
         values = config if isinstance(config, dict) else config.to_dict()
         return cls(**known_fields(cls, values | values.get("vision_config", {})))
@@ -91,7 +91,10 @@ RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """The numbers of rows and columns of crops of an image; (0, 0) if there are none. The overview is always added."""
+    """The numbers of rows and columns of an image's crops, or (0, 0) if there are none.
+
+    The overview is always added.
+    """
 
     rows: int
     columns: int
@@ -102,7 +105,7 @@ class CropLayout(NamedTuple):
 
     @property
     def newlines(self) -> int:
-        """The number of newline tokens in the prompt: one after each row of crops but the last."""
+        """The number of newline tokens in the prompt: one after each row of crops except the last."""
         return max(0, self.rows - 1)
 
     @property
@@ -114,7 +117,10 @@ class CropLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CropPlan:
-    """The sizes of an image's overview and crops, before a pixel is touched; sizes are (width, height) in pixels."""
+    """The sizes of an image's overview and crops, computed before pixels are processed.
+
+    Sizes are (width, height) in pixels.
+    """
 
     padded: tuple[int, int]
     resized: tuple[int, int]  # the size of the source of the overview
@@ -124,15 +130,20 @@ class CropPlan:
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int]]:
-        """(left, top, right, bottom) of each window on the canvas, row by row; may reach beyond a low canvas."""
+        """(left, top, right, bottom) of each window on the canvas, row by row.
+
+        Windows may extend beyond a low canvas.
+        """
         side, (rows, columns) = self.window, self.layout
         return [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(columns)]
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise (rows, columns) of crops, one pair per image; (0, 0) for none. A sequence or a tensor (images, 2).
+    """Normalise the (rows, columns) of crops, one pair per image; (0, 0) means no crops.
 
-    Raises TypeError for the wrong type, ValueError for negative numbers or rows without columns.
+    A sequence or a tensor (images, 2).
+
+    Raises TypeError for the wrong type, and ValueError for negative numbers or for rows without columns.
     """
     pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
     for i, pair in enumerate(pairs):
@@ -151,7 +162,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan how an image of width x height pixels is cut; TypeError or ValueError unless both are positive integers.
+    """Plan how an image of width x height pixels is cut; raise TypeError or ValueError if one is no positive integer.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
@@ -174,16 +185,16 @@ def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
     if not window:
         return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
     layout = CropLayout(rows=count_windows(height, window), columns=count_windows(width, window))
-    # A side below the window keeps its length; the windows then extend beyond the canvas, where they are black.
+    # A side shorter than the window keeps its length; the windows then extend beyond the canvas, where they are black.
     canvas = (layout.columns * min(width, window), layout.rows * min(height, window))
     return CropPlan(padded, resized, window, canvas, layout)
 
 
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
-    """Return the side of the crops' windows in pixels; 0 if the overview is enough.
+    """Return the side of the crops' windows in pixels; 0 if only the overview is needed.
 
     An image smaller than `image_size` has no crops unless it is elongated; then the side is the image's short side.
-    For a larger image, the side is `crop_size`, or the short side of a long strip if that is less. Upstream:
+    For a larger image, the side is `crop_size`, or the short side of a long strip if that is shorter. Upstream:
     `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
@@ -193,10 +204,10 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def count_windows(side: int, window: int) -> int:
-    """Count the windows along a side: the whole ones, one more for a large remainder, and at least one.
+    """Count the windows along a side: all whole windows, plus one for a large remainder, and at least one.
 
-    The remainder is compared in floating point, as upstream does: 330 / 150 leaves just over 0.2, so one more window is
-    cut than on paper. Prompts then agree with those on which the model was trained.
+    The remainder is compared in floating point, as upstream does: 330 / 150 leaves slightly more than 0.2, so there is
+    one window more than exact arithmetic gives. Prompts then agree with those in the training data.
     """
     whole = side // window
     remainder = side / window - whole
@@ -206,7 +217,7 @@ def count_windows(side: int, window: int) -> int:
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
     """Return (image for the overview, crops row by row, plan) for any image that `load_image` accepts.
 
-    Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops`.
+    Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops` crops.
     """
     return cut_loaded(load_image(image), config)
 
@@ -228,10 +239,10 @@ def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, lis
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """Turn an image into (3, side, side) float32: scale to [0, 1], normalise, and only then resize.
+    """Turn an image into (3, side, side) float32: scale it to [0, 1], normalise it, and only then resize it.
 
-    The order matters: this resize (bilinear with antialias) works on floats, which are neither rounded nor clamped to
-    8 bits.
+    The order matters, because this resize (bilinear with antialiasing) works on floats, which are neither rounded nor
+    clamped to 8 bits.
     """
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))
@@ -240,7 +251,10 @@ def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED)
 
 
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
-    """Return (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout); image: as in `load_image`."""
+    """Return (patch rows, layout).
+
+    rows: (N, C*P*P) float32 of all crops, then of the overview; image: as in `load_image`.
+    """
     return rows_of_crops(load_image(image), config)
 
 
@@ -255,10 +269,10 @@ def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropL
 
 
 def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
-    """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): patches in row-major order; within one, channel, row, column.
+    """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): row-major patches, each in the order channel, row, column.
 
-    These are the inputs of a convolution with kernel = stride = P. Like it, this drops pixels right of and below the
-    last whole patch. Raises ValueError for any other shape.
+    These are the inputs of a convolution with kernel = stride = P. Like such a convolution, this function drops pixels
+    to the right of and below the last whole patch. Raises ValueError for any other shape.
     """
     height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
     if height != width or height < patch_size:

@@ -1,7 +1,7 @@
-"""An image, from disk or memory, to plain RGB: `load_image(path | PIL image | array | tensor)`.
+"""Convert an image from disk or memory to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
-Pillow decodes. This file decides what Pillow leaves open: which way is up, which colour shows through transparent
-pixels, how 16 bits become 8 (`refvl.pixels.levels`), and how much may be decoded (`MediaLimits`).
+Pillow decodes. This file makes the choices that Pillow leaves open: the orientation, the background of transparent
+pixels, the conversion of 16 bits to 8 (`refvl.pixels.levels`), and the limits on decoding (`MediaLimits`).
 """
 
 import os
@@ -20,7 +20,7 @@ from refvl.pixels.formats import readable_formats
 from refvl.pixels.levels import as_uint8, channels_last, grey_levels
 from refvl.printing import printable
 
-_TO_UPRIGHT = {  # the EXIF orientation, that is, how the camera was held (1 is upright) -> the operation
+_TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) -> the operation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
@@ -31,12 +31,12 @@ _TO_UPRIGHT = {  # the EXIF orientation, that is, how the camera was held (1 is 
 class MediaLimits:
     """Limits on decoding, checked before memory is allocated; you can raise each limit.
 
-    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as many.
-    To go beyond that, raise both.
+    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and raises an error above
+    twice as many. To go beyond that, raise both limits.
     """
 
     max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
-    max_video_bytes: int = 2**31  # bytes of the frames that are kept of a video, 3 per pixel
+    max_video_bytes: int = 2**31  # the bytes of a video's frames that are kept, 3 per pixel
 
     def __post_init__(self):
         check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
@@ -46,22 +46,23 @@ LIMITS = MediaLimits()
 
 
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
-    """Return one image as a PIL image of mode RGB; its `.info["source"]` names the file it came from.
+    """Return one image as a PIL image in RGB mode; its `.info["source"]` names the file it came from.
 
     source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
-    of uint8, uint16, or floats in [0, 1]. limits: how much is read from a file; arrays have no limit.
+    of uint8, uint16, or floats in [0, 1]. limits: limits on reading from a file; arrays have no limit.
 
     The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools. Transparent pixels
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
     transparent pixels. An animation is read as its first frame.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not record how many
-    bits its integers have. In a PNG or PPM file they have 16. In other files, they count as 8 bits if no value is
-    above 255, and as 16 bits if no value is above 65535. Mode "F" contains floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I" does not record how
+    many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they count as 8 bits if no
+    value is above 255, and as 16 bits if no value is above 65535. Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a
-    URL, and for a file that is truncated, larger than `limits` or not an image. Also raises ValueError for levels
-    outside these ranges, an array of any other shape, dtype or range, an empty image, and an image of a single pixel.
+    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL,
+    and for a file that is truncated, larger than `limits`, or not an image. Also raises ValueError for levels outside
+    these ranges, and for an array with a different shape, dtype or range. Empty images and images of a single pixel
+    also raise it.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)
@@ -83,7 +84,10 @@ def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Imag
 
 
 def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
-    """Decode an opened image, upright and RGB. name: for messages; origin: the file it came from, "" for none."""
+    """Decode an opened image, upright and RGB.
+
+    name: the name in messages; origin: the file it came from, or "" if it came from none.
+    """
     pixels = image.width * image.height
     if pixels <= 1:
         raise refusals.nothing_to_see(f"image: {name}", image.width, image.height)

@@ -1,4 +1,4 @@
-"""Converts pixels without 8 bits per value to uint8: arrays, tensors, and files with 16-bit grey or floats."""
+"""Convert pixels that do not have 8 bits per value to uint8: arrays, tensors, and files with 16-bit grey or floats."""
 
 import numpy as np
 import torch
@@ -41,14 +41,14 @@ def grey_levels(image: Image.Image, name: str) -> np.ndarray:
 
 
 def as_uint8(array: np.ndarray, what: str) -> np.ndarray:
-    """Return uint8 unchanged, uint16 scaled by 1/257, and floats in [0, 1] scaled by 255, both rounded."""
+    """Return uint8 unchanged, uint16 scaled by 1/257, and floats in [0, 1] scaled by 255; scaled values are rounded."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
     if array.dtype.kind != "f":
         raise ValueError(f"{what}: expected dtype uint8, uint16 or float, got {array.dtype}")
-    if array.size and not (array.min() >= 0 and array.max() <= 1):  # this form also fails for NaN
+    if array.size and not (array.min() >= 0 and array.max() <= 1):  # in this form, the check also fails for NaN
         raise ValueError(
             f"{what}: expected floats in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
             "for example by 1 / 255, and pass the array"

@@ -3,13 +3,13 @@
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-PyAV decodes. This file decides what PyAV leaves open: which frames of a video are sampled, when each frame is shown,
-and how much may be decoded (`MediaLimits`). The path of a file:
+PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are sampled, when each frame is
+shown, and how much may be decoded (`MediaLimits`). The path of a file:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
 
-Decoding goes forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is called
-if the header of a file contradicts its packets.
+The file is decoded forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is
+called if the header of a file contradicts its packets.
 """
 
 import math
@@ -34,19 +34,19 @@ from refvl.pixels.spill import frames_on_disk
 from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # in bytes: larger arrays of a video's frames are kept in a file
+FRAMES_IN_MEMORY = 2**24  # in bytes; a larger array of a video's frames is kept in a temporary file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """The sampled frames of a video and their positions in it."""
+    """The sampled frames of a video, and their positions in the video."""
 
     frames: np.ndarray  # (T, H, W, 3) uint8
     fps: float  # the rate of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
     source_fps: float  # the rate of the file; if it varies, the average total_num_frames / duration
-    indices: tuple[int, ...]  # the sampled frames, among total_num_frames
+    indices: tuple[int, ...]  # the indices of the sampled frames, out of total_num_frames
     total_num_frames: int
     duration: float  # the length of the whole video in seconds
     seconds: tuple[float, ...] | None = None  # times of the sampled frames if the rate varies; None: index / source_fps
@@ -68,17 +68,16 @@ def sample_frame_indices(
     max_frames: int = 768,
     temporal_patch_size: int = 2,
 ) -> list[int]:
-    """Return which frames of a video are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in
-    total.
+    """Return the indices of the sampled frames: evenly spaced, `fps` per second (default 2), or `num_frames` in total.
 
     The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
-    (num_frames to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
+    (num_frames is rounded to the nearest multiple). Frame i is `i * total // number`. This is the rule of transformers'
     `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. There, some lengths give one index past the
-    end (61 frames at num_frames=14), and beyond 16,000 frames some indices are one later. A video shorter than
-    temporal_patch_size, which fails there, keeps its frames.
+    end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video shorter than
+    temporal_patch_size, which raises an error there, keeps its frames.
 
-    Raises ValueError if both fps and num_frames are given, if more frames are requested than there are, or if there are
-    more than `MAX_FRAMES`; TypeError for limits that are not integers.
+    Raises ValueError if both fps and num_frames are given, if more frames are requested than exist, or if there are
+    more than `MAX_FRAMES`. Raises TypeError if a limit is not an integer.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
@@ -116,24 +115,25 @@ def load_video(
 ) -> Video:
     """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each of any kind that `load_image` accepts; an array (T, H, W, 3); a tensor,
-    which may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
-    `sample_frame_indices`. Frames in memory count as sampled already, `fps` per second (default 2), unless source_fps
-    is the rate at which they were recorded or num_frames the number to sample. source_fps overrides a file's times.
-    sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices. limits:
-    the limits on decoding; memory grows with the frames that are kept, not with the length of the video.
+    source: a path; a list of frames, each of a type that `load_image` accepts; an array (T, H, W, 3); a tensor, which
+    may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
+    `sample_frame_indices`. Frames in memory count as already sampled, at `fps` per second (default 2). This changes if
+    source_fps gives the rate at which they were recorded, or num_frames the number to sample. For a file, source_fps
+    overrides its times.
+    sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: the
+    limits on decoding. Memory grows with the frames that are kept and not with the length of the video.
 
-    The times of a file are those of its packets. If they equal index / rate (within a tick of the file's clock), the
-    header's rate is used. If the rate varies, source_fps is the average by which the rule samples, and the timestamps
-    of the chosen frames are exact. The rotation or mirroring in a file's display matrix, as phones write it, is applied
-    (transformers' PyAV reader ignores it).
+    The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
+    header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
+    the selected frames are exact. The rotation or mirroring in a file's display matrix, as written by phones, is
+    applied (transformers' PyAV reader ignores it).
 
     A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
     WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
 
     Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL
-    and for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`,
-    a still image, a playlist, or without video frames.
+    or for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`, a
+    still image, a playlist, or without video frames.
     """
     if isinstance(source, Video):
         return source
@@ -156,15 +156,15 @@ def load_video(
 def _read_clip(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
-    """Read the frames of a file that `sample` chooses. source_fps: a rate that overrides the file's own times."""
-    import av  # imported here because its libraries take a while to load
+    """Read the frames of a file that `sample` selects. source_fps: a rate that overrides the file's own times."""
+    import av  # imported here because its libraries load slowly
 
     name = str(source)
     if not os.path.isfile(source) or refusals.URL.match(name):
         raise refusals.not_a_file(source, "video")
     if not refusals.PLAIN.fullmatch(name):
         name = printable(name)
-    # absolute, because FFmpeg takes text before a colon for a protocol; titles may be in any encoding
+    # absolute, because FFmpeg reads text before a colon as a protocol; titles may be in any encoding
     open_clip = partial(av.open, str(Path(source).absolute()), **containers.OPENING)
     try:
         with open_clip() as container:
@@ -200,7 +200,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
         raise refusals.too_many_pixels(f"video: {name}", codec.width, codec.height, limits.max_image_pixels)
 
     starts, lengths = array("q"), array("q")
-    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or invented ones
+    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a raw stream has no times, or invented ones
     for packet in container.demux(stream):
         if _is_shown(packet, codec.name):
             is_timed = is_timed and packet.pts is not None
@@ -222,9 +222,11 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
 
 
 def _is_shown(packet, codec: str) -> bool:
-    """Return whether a packet contains a frame that is shown. Counting any other would shift all later frames in time.
+    """Return whether a packet contains a frame that is shown.
 
-    Packets may be empty, and an edit list hides some. VP8 has hidden frames, to which other frames refer.
+    Counting packets without a shown frame would shift all later frames in time.
+
+    Packets may be empty, and an edit list hides some of them. VP8 has hidden frames, to which other frames refer.
     """
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
@@ -238,7 +240,7 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
 def _decode_forward(
     container, indices: Sequence[int], name: str, limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
-    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many it decoded."""
+    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many were decoded."""
     wanted = set(indices)
     frames = _NO_FRAMES
     ticks: list[int | None] = []
@@ -279,7 +281,7 @@ def _checked_sample(sample: Callable[[int, float], Sequence[int]], total: int, s
     """Return the indices chosen by a caller's rule; raise ValueError unless they increase and are within the video."""
     indices = [index(i) for i in sample(total, source_fps)]
     if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
-        raise ValueError(f"sample: expected at least one index, increasing, from 0 to {total - 1}, got {indices}")
+        raise ValueError(f"sample: expected one or more increasing indices from 0 to {total - 1}, got {indices}")
     return indices
 
 

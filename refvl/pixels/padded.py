@@ -24,10 +24,10 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 
 @dataclass(frozen=True, slots=True)
 class PaddedPatchConfig(PatchConfig):
-    """The rule by which pixels become patch rows; `max_pixels` is the files' `max_patches` times the area of a patch.
+    """The rule by which pixels become patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
 
-    Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor, not this
-    class, counts a video's tokens.
+    Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor counts a
+    video's tokens, not this class.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 4096 * 14**2}
@@ -57,7 +57,7 @@ class PaddedPatchConfig(PatchConfig):
 
     @property
     def max_image_tokens(self) -> int:
-        """The largest token count of an image: scaling leaves up to a patch over the budget, padding fills a token."""
+        """The largest token count of an image: scaling may exceed the budget by a patch, and padding fills a token."""
         side = self.patch_size * min(math.sqrt(self.max_pixels) / self.patch_size + 1, self.max_side)
         return math.ceil(side / self.factor) ** 2
 
@@ -79,7 +79,7 @@ class PaddedPatchConfig(PatchConfig):
 
 
 def padded_levels(frames_THW3: np.ndarray, config: PaddedPatchConfig) -> tuple[Levels, Grid]:
-    """Scale, pad and cut the frames of a video, or an image as one frame; rows are normalised later."""
+    """Scale, pad and cut the frames of a video, or an image as a single frame; rows are normalised later."""
     pixels_TCHW = torch.from_numpy(np.ascontiguousarray(frames_THW3.transpose(0, 3, 1, 2)))
     size = pixels_TCHW.shape[2:]
     inner, outer = config.inner_size(*size), config.target_size(*size)

@@ -22,7 +22,7 @@ class Glm4vPatchConfig(PatchConfig):
 
     @property
     def max_image_tokens(self) -> int:
-        """The largest token count of an image, which counts as `temporal_patch_size` frames of the area."""
+        """The largest token count of an image, whose area counts as `temporal_patch_size` frames."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
@@ -31,11 +31,11 @@ class Glm4vPatchConfig(PatchConfig):
         return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, self.max_pixels)
 
     def frame_floor(self, num_frames: int) -> int:
-        """Return the smallest area of each frame; for one frame, that of an image."""
+        """Return the smallest area of each frame; for one frame, the smallest area of an image."""
         return math.ceil(self.min_pixels / self.padded(num_frames))
 
     def frame_budget(self, num_frames: int) -> int:
-        """Return the largest area of each frame; for one frame, that of an image."""
+        """Return the largest area of each frame; for one frame, the largest area of an image."""
         return self.max_pixels // self.padded(num_frames)
 
     def padded(self, num_frames: int) -> int:
@@ -59,7 +59,10 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLPatchConfig(PatchConfig):
-    """Qwen3-VL's rule for images; the pixel budget is the released files', because transformers has no default."""
+    """Qwen3-VL's rule for images.
+
+    The pixel budget comes from the released files, because transformers has no default.
+    """
 
     patch_size: int = 16
     min_pixels: int = 256 * 256
@@ -70,15 +73,16 @@ class Qwen3VLPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
-        """Return the config of a video, whose sizes follow a different rule, see `Qwen3VLVideoPatchConfig`."""
+        """Return the config for videos, whose sizes follow a different rule, see `Qwen3VLVideoPatchConfig`."""
         return Qwen3VLVideoPatchConfig(**changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
-    """Qwen3-VL's rule for videos: budgets are areas over all frames; defaults are those of `Qwen3VLVideoProcessor`.
+    """Qwen3-VL's rule for videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
 
-    With `cap_pixels_per_frame`, off unless the file sets it, `max_video_tokens` limits the tokens of one frame.
+    With `cap_pixels_per_frame`, which is off unless the file sets it, `max_video_tokens` limits the tokens of one
+    frame.
     """
 
     min_pixels: int = 128 * 32 * 32
@@ -115,7 +119,8 @@ def smart_resize_video(
     """Return GLM's `smart_resize`: budgets count the pixels of all frames, and tiny images are enlarged first.
 
     num_frames: the frames of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per grid
-    step; the budgets count whole steps. Raises ValueError for fewer frames than that, and for an aspect ratio above
+    step; the budgets count whole steps. Raises ValueError if num_frames is smaller than temporal_factor, and for an
+    aspect ratio above
     200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
@@ -134,8 +139,8 @@ def fit_clip(
 ) -> tuple[int, int]:
     """Compute `smart_resize_video` for sizes that are already checked and at least temporal_factor frames.
 
-    This function uses different areas from `fit_budget`. It compares the budget with the area of all frames, rounded
-    up to whole grid steps, and computes the scale from the area of `num_frames` frames.
+    This function uses different areas from `fit_budget`. It compares the budget with the area of all frames, rounded up
+    to whole grid steps. It computes the scale from the area of `num_frames` frames.
     """
     old_height, old_width = height, width
     if min(height, width) < factor:

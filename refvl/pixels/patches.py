@@ -12,7 +12,8 @@ P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A gri
 
 Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit. Videos match its torchvision
 backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself is not
-needed. The two backends round differently, so an image and a video of the same frame differ slightly in value.
+needed. The two backends round differently, so the values of an image and of a video with the same frame differ
+slightly.
 
 `refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
 """
@@ -37,12 +38,14 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows. Defaults are transformers' for images; `for_video` has a video's.
+    """The rule by which pixels become patch rows.
+
+    The defaults are transformers' defaults for images; `for_video` returns those for a video.
 
     Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
-    gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
-    Released checkpoints set the image budget, 16,384 tokens, for every frame. The reference implementation
-    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) leaves it off unless it is requested.
+    gets an equal share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot exceed the context.
+    Released checkpoints allow the image budget, 16,384 tokens, for every frame. The reference implementation
+    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) does not unless it is requested.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, plus a limit on the whole video
@@ -70,7 +73,7 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> Self:
-        """Return the defaults of a video that differ from an image's."""
+        """Return the defaults for a video that differ from those for an image."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     from_dict = classmethod(settings.from_dict)
@@ -78,7 +81,7 @@ class PatchConfig:
 
     @property
     def factor(self) -> int:
-        """The divisor of the resized image's sides: one merged token is factor x factor pixels."""
+        """The divisor of the resized image's sides; one merged token is factor x factor pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -88,13 +91,13 @@ class PatchConfig:
 
     @property
     def max_image_tokens(self) -> int:
-        """The largest token count of an image, unless it is so thin that its short side is one token."""
+        """The largest token count of an image, except for images so thin that the short side is one token."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """Return the (height, width) to which an image, or each of `num_frames` frames, is resized.
 
-        Raises ValueError for an aspect ratio above 200, TypeError for sizes that are not integers.
+        Raises ValueError for an aspect ratio above 200, and TypeError for sizes that are not integers.
         """
         return self.target_size(*check_positive_ints(height=height, width=width, num_frames=num_frames))
 
@@ -116,10 +119,10 @@ class PatchConfig:
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Round both sides to `factor`; if the area leaves the budget, scale first, then round back into the budget.
+    """Round both sides to `factor`; if the area is outside the budget, scale first, then round back into the budget.
 
-    Larger images are rounded down, smaller ones up. A thin image may exceed max_pixels, because no
-    side goes below `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
+    Larger images are rounded down, and smaller images are rounded up. A thin image may exceed max_pixels, because no
+    side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise refusals.too_thin(width, height, MAX_ASPECT_RATIO)
@@ -139,7 +142,7 @@ def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
     """Return the grid (t, h, w) in patches of an image or a video of this size, without touching a pixel.
 
-    Raises ValueError for an aspect ratio above 200, TypeError for sizes that are not integers.
+    Raises ValueError for an aspect ratio above 200, and TypeError for sizes that are not integers.
     """
     num_frames, height, width = check_positive_ints(num_frames=num_frames, height=height, width=width)
     return grid_of(height, width, config, num_frames)
@@ -162,7 +165,7 @@ def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", 
 def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> tuple["Levels", Grid]:
     """Resize and cut frames that came from `as_frames`; rows are normalised later.
 
-    num_frames: the number of frames of the whole video, which sets their size, if `frames` are only some of them.
+    num_frames: the number of frames in the whole video, which determines their size, if `frames` are only some of them.
     """
     pixels_TCHW = resize_frames(frames, config, num_frames)
     Tp = config.temporal_patch_size
@@ -171,13 +174,13 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
-    """Resize an image to `config.target_size`, bicubic in Pillow, on 8 bits."""
+    """Resize an image to `config.target_size` with Pillow's bicubic filter, on 8-bit values."""
     height, width = config.target_size(image.height, image.width)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:
-    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8, bicubic with antialias in torch; 8 bits keep it exact."""
+    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8 in torch, bicubic with antialiasing; 8 bits keep it exact."""
     given, height, width, _ = frames.shape
     size = config.target_size(height, width, num_frames or given)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
@@ -187,9 +190,9 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
     """Cut (T, C, H, W) into (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column, the m * m patches of the merge block follow. Within a
-    row: channel, time, row, column. T is padded to a multiple of Tp by repeating the last frame. H
-    and W must be multiples of P * m.
+    For each t, block row and block column, the m * m patches of the merge block follow. The order within a row is
+    channel, time, row, column. T is padded to a multiple of Tp by repeating the last frame. H and W must be multiples
+    of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
@@ -209,11 +212,11 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
 class Levels:
     """Patch rows before normalisation: one byte per value; a still image has one frame instead of Tp.
 
-    Why a table? A byte has only 256 levels, but an image of one megapixel has three million values. `level_table`
-    normalises each level of a channel once, and `normalize` looks every value up. The result is bit-identical to that
-    of transformers, which computes every value, but takes a third of the time on a CPU and no copies in float64. A GPU
-    receives the bytes and looks up the values itself, so only a quarter of the size of the float32 rows is copied to
-    it. For a still image it is an eighth, because its one frame is repeated Tp = 2 times on the GPU.
+    Why a table? A byte has only 256 levels, but a one-megapixel image has three million values. So `level_table`
+    normalises each level of a channel once, and `normalize` looks up every value. The result is bit-identical to that
+    of transformers, which computes every value. It takes a third of the time on a CPU and needs no copies in float64. A
+    GPU receives the bytes and looks up the values itself, so only a quarter of the bytes of the float32 rows is copied
+    to it. For a still image, it is an eighth, because its single frame is repeated Tp = 2 times on the GPU.
     """
 
     values: Tensor  # (N, C, 1 or Tp, P*P) uint8
@@ -228,7 +231,7 @@ class Levels:
         """Return the encoder's rows, (N, C*Tp*P*P) float32."""
         N, C, _, values = self.values.shape
         rows = np.empty((N, C, self.frames, values), np.float32)
-        for channel, of_level in enumerate(self.table.numpy()):  # "clip" saves a check of each index
+        for channel, of_level in enumerate(self.table.numpy()):  # "clip" saves checking each index
             rows[:, channel] = of_level.take(self.values[:, channel].numpy(), mode="clip")
         return torch.from_numpy(rows).flatten(1)
 
@@ -238,8 +241,8 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
     config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
-    The two backends agree only to about 1e-6, so this offers both orders of rounding. The Pillow backend rescales in
-    float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
+    The two backends agree only to about 1e-6, so this function offers both orders of rounding. The Pillow backend
+    rescales in float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
     levels = torch.arange(256)
@@ -253,9 +256,9 @@ class Patches:
     """One media item, patchified: the encoder's input and its source."""
 
     source: Image.Image | Video
-    rows: Levels | Tensor  # the N patch rows; a tensor if pixels are normalised before they are cut
+    rows: Levels | Tensor  # the N patch rows, as a tensor if pixels are normalised before they are cut
     layout: Any  # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
-    media_tokens: Any  # a `MediaTokens`: the item as the language model sees it
+    media_tokens: Any  # a `MediaTokens`: the extents of the item as the language model sees them
 
     @cached_property
     def pixel_values(self) -> Tensor:

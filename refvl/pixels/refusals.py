@@ -22,7 +22,7 @@ def not_a_file(source: str | Path, kind: str) -> Exception:
         mode = os.stat(source).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return FileNotFoundError(f"{kind}: no such file: {name}")
-    except (OSError, ValueError) as error:  # the path is too long, not permitted, or has a zero byte
+    except (OSError, ValueError) as error:  # the path is too long, not permitted, or contains a zero byte
         return ValueError(f"{kind}: {name} cannot be opened ({getattr(error, 'strerror', error)})")
     what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
     return ValueError(f"{kind}: expected a file, got the {what} {name}")
@@ -45,7 +45,7 @@ def caused(what: str, error: Exception) -> ValueError:
 
 
 def nothing_to_see(what: str, width: int, height: int) -> ValueError:
-    """Return the error for an empty image, and for one of a single pixel."""
+    """Return the error for an empty image or for an image of a single pixel."""
     return ValueError(f"{what} is {width} x {height} pixels; expected at least two pixels")
 
 

@@ -1,4 +1,4 @@
-"""Read the preprocessing settings in a checkpoint's files, and refuse settings that this library does not support."""
+"""Read the preprocessing settings in a checkpoint's files, and raise errors for settings that are not supported."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
 
-LARGEST_SETTING = 2**40  # of any integer: a float represents its square exactly, and loops up to it end
+LARGEST_SETTING = 2**40  # the limit of any integer: a float represents its square exactly, and loops up to it finish
 AREAS = (  # products of fields that give the area of an image that preprocessing makes from any input
     ("min_pixels",), ("image_size",) * 2, ("crop_size", "crop_size", "max_crops"),
     ("scale_resolution", "scale_resolution", "max_slice_nums"), ("patch_size", "patch_size", "max_slice_nums"),
     ("patch_size", "merge_size", "patch_size", "merge_size", "temporal_patch_size"),
     ("patch_size", "merge_size", "patch_expand_factor") * 2,
 )  # fmt: skip
-LARGEST_IMAGE = 2**26  # in px, required by settings alone; `MediaLimits` limits images from files
+LARGEST_IMAGE = 2**26  # in px, for the images that settings alone require; `MediaLimits` limits images from files
 
 
 def check_preprocessing(config) -> None:
@@ -43,8 +43,9 @@ def known_fields(config_class, values: dict) -> dict:
 def from_dict(cls, values: dict, kind: str = "image") -> Any:
     """Read the contents of a preprocessor file; unknown keys are ignored, and missing keys get the defaults of `kind`.
 
-    The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
-    calls `shortest_edge` and `longest_edge`. Raises ValueError for settings that are not supported.
+    The pixel budget may be given as `min_pixels` and `max_pixels`, at the top level or inside `size`. It may also be
+    given as the areas that `size` calls `shortest_edge` and `longest_edge`. Raises ValueError for settings that are not
+    supported.
     """
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):
@@ -60,11 +61,11 @@ def from_dict(cls, values: dict, kind: str = "image") -> Any:
 
 
 def from_folder(cls, folder, kind: str = "image") -> Any:
-    """Read a checkpoint folder; kind is "image" or "video".
+    """Read the settings in a checkpoint folder; kind is "image" or "video".
 
-    As in transformers, the first that exists counts: the section `image_processor` / `video_processor` of
-    processor_config.json, then for a video video_preprocessor_config.json, then preprocessor_config.json.
-    Raises FileNotFoundError if there is none, ValueError if one cannot be read.
+    As in transformers, the first source that exists counts: the section `image_processor` or `video_processor` of
+    processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json. Raises
+    FileNotFoundError if none exists, and ValueError if one cannot be read.
     """
     if kind not in ("image", "video"):
         raise ValueError(f'kind: expected "image" or "video", got {kind!r}')

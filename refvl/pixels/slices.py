@@ -8,13 +8,13 @@
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
 P patch_size. Sizes in pixels are (width, height), as in Pillow and the checkpoints' own preprocessing; tgt_sizes
-count patches and are (height, width). A slice keeps the ratio of its cell, so it is rarely a square: its area
-stays near scale_resolution ** 2.
+count patches and are (height, width). A slice keeps the aspect ratio of its cell, so it is rarely a square, but its
+area stays near scale_resolution ** 2.
 
-The checkpoints' code lays out each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because the
-rows of different slices can be concatenated. Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in
-transformers `MiniCPMV4_6ImageProcessorPil`, which rounds sides to four patches (`multiple`); versions 2.0 to 4.5 round
-to one.
+The checkpoints' code arranges each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because the
+rows of different slices can be concatenated. Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`,
+and in transformers `MiniCPMV4_6ImageProcessorPil`, which rounds sides to four patches (`multiple`); versions 2.0 to 4.5
+round to one patch.
 """
 
 import math
@@ -40,13 +40,13 @@ NO_TIME = -1  # the temporal id of an image's slice
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """The rule for slicing images. The defaults are those of all released versions."""
+    """The rule for slicing images. The defaults are the same in all released versions."""
 
     max_slice_nums: int = 9
-    scale_resolution: int = 448  # the side in pixels of a square with the area of a slice
+    scale_resolution: int = 448  # the side, in pixels, of a square with the area of a slice
     patch_size: int = 14
-    multiple: int = 1  # sides are multiples of this number of patches, 2 or 4 if patches are merged
-    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to one patch, so its area would grow without limit
+    multiple: int = 1  # sides are multiples of this number of patches, which is 2 or 4 if patches are merged
+    max_aspect_ratio: int = 10_000  # a thinner strip, rounded up to one patch, could have any area
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -68,7 +68,7 @@ class SliceConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
-        """Read preprocessor_config.json, with `defaults` for what it does not set; version 2.0 has no such file."""
+        """Read preprocessor_config.json, with `defaults` for missing settings; version 2.0 has no such file."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         with blame(file):
@@ -77,10 +77,10 @@ class SliceConfig:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
-    """Slices that are encoded as one group: the (h, w) of each in patches, and their times in the video.
+    """Slices that are encoded as one group: the (h, w) of each slice in patches, and their times in the video.
 
-    temporal_ids: one per slice, -1 for an image; None: all -1. An item's layout is a tuple of groups in the order of
-    its rows.
+    temporal_ids: one per slice, or -1 for an image; None: all are -1. An item's layout is a tuple of groups in the
+    order of its rows.
     """
 
     slices: tuple[Size, ...]
@@ -95,13 +95,13 @@ SliceLayout = tuple[SliceGroup, ...]
 
 
 def count_sets(layout: SliceLayout) -> int:
-    """Count the sets of query tokens: slices with times share one set per group, other slices have one each."""
+    """Count the sets of query tokens: slices with times share one set per group; other slices have one set each."""
     return sum(len(g.slices) if max(g.temporal_ids or [NO_TIME]) == NO_TIME else 1 for g in layout)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePlan:
-    """Sizes of an image's overview and slices, before a pixel is touched."""
+    """The sizes of an image's overview and slices, computed before pixels are processed."""
 
     overview: Size  # pixels, (width, height)
     grid: Size | None  # (columns, rows); None if the overview is enough
@@ -111,7 +111,7 @@ class SlicePlan:
 
     @property
     def tgt_sizes(self) -> list[Size]:
-        """(height, width) in patches: the overview's, then every slice's."""
+        """(height, width) in patches of the overview, then of every slice."""
         return [group.slices[0] for group in self.layout]
 
 
@@ -119,8 +119,8 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """Return the sizes of the overview and the slices of an image of width x height pixels.
 
     The overview and every slice are scaled to about the area of one square; only an image without slices may be
-    enlarged to it. Raises TypeError or ValueError for a size that is not a positive integer, and ValueError for an
-    aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
+    enlarged to that area. Raises TypeError or ValueError for a size that is not a positive integer, and ValueError for
+    an aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
     """
     width, height = check_positive_ints(width=width, height=height)
     return slices_of_size(width, height, config)
@@ -146,10 +146,11 @@ def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
 
 
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """Return the (columns, rows) that an image is cut into, or None if the overview is enough.
+    """Return the (columns, rows) into which an image is cut, or None if the overview is enough.
 
-    The number of slices is the number of squares of side scale_resolution in the image's area, at most max_slice_nums.
-    One more or one fewer is chosen if it fits the ratio of the sides better. Upstream: `get_sliced_grid`.
+    The number of slices is the image's area divided by scale_resolution squared, rounded up, and at most
+    max_slice_nums. One slice more or one fewer is chosen if that fits the aspect ratio better. Upstream:
+    `get_sliced_grid`.
 
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)
@@ -159,7 +160,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """Return the grid of a size that has been checked; see `slice_grid`."""
+    """Return the grid for a size that has been checked; see `slice_grid`."""
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -170,7 +171,7 @@ def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def fit_area(width: int, height: int, config: SliceConfig) -> Size:
-    """Return sides of the same ratio whose area is scale_resolution ** 2, rounded to `multiple` patches, in pixels."""
+    """Return sides of the same ratio with area scale_resolution ** 2, rounded to `multiple` patches, in pixels."""
     new_height = int(config.scale_resolution / math.sqrt(width / height))
     new_width = int(new_height * (width / height))
     P = config.patch_size * config.multiple
@@ -184,7 +185,7 @@ def slice_image(image, config: SliceConfig) -> list[Image.Image]:
 
 
 def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
-    """Cut an image that came from `load_image`, by its plan."""
+    """Cut an image that came from `load_image` according to its plan."""
     overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
     if plan.grid is None or plan.cell is None:
         return [overview]
@@ -196,16 +197,19 @@ def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
 
 
 def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
-    """Return (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes); image: as in `load_image`."""
+    """Return (patch rows, tgt_sizes).
+
+    The rows of all slices in order are (N, 3*P*P) float32; image: as in `load_image`.
+    """
     loaded = load_image(image)
     plan = plan_slices(*loaded.size, config)
     return levels_of_slices([loaded], plan, config).normalize(), plan.tgt_sizes
 
 
 def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: SliceConfig) -> Levels:
-    """Return the rows, before normalisation, of images of one size that came from `load_image`.
+    """Return the unnormalised rows of images that came from `load_image` and have the same size.
 
-    plan: the `SlicePlan` of that size.
+    plan: the `SlicePlan` for that size.
     """
     rows = list[Tensor]()
     for image in images:
@@ -216,7 +220,7 @@ def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: Sli
 
 
 def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
-    """Cut (3, H, W) into (H/P * W/P, 3*P*P): one row per patch, in row-major order; within it channel, row, column.
+    """Cut (3, H, W) into (H/P * W/P, 3*P*P): one row per patch, in row-major order; within a row: channel, row, column.
 
     H and W must be multiples of P.
     """

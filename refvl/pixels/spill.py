@@ -1,4 +1,4 @@
-"""A temporary file for frames too large for memory; the system may drop its pages and read them again."""
+"""A temporary file for frames that are too large for memory; the system may drop its pages and read them again."""
 
 import math
 import os
@@ -15,7 +15,7 @@ def frames_on_disk(shape: tuple[int, ...], what: str) -> np.ndarray:
     size = math.prod(shape)
     try:
         with tempfile.TemporaryFile() as file:
-            if hasattr(os, "posix_fallocate"):  # then a full disk is an error here and not a crash during writing
+            if hasattr(os, "posix_fallocate"):  # so a full disk raises an error here instead of crashing a write
                 os.posix_fallocate(file.fileno(), 0, size)
             file.truncate(size)
             return np.memmap(file, np.uint8, "r+", shape=shape)

@@ -1,7 +1,8 @@
-"""Thin strips, which Step3-VL pads to a square and resizes: this file makes the same pixels without that square.
+"""Thin strips, which Step3-VL pads to a square and resizes; this file computes the same pixels without that square.
 
-A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first, rounds, and resizes columns. This
-file does the same but computes no sums over black pixels. Upstream: `ImagePatcher.square_pad` and Pillow's `resize`.
+Padded to a square, a strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first, rounds, and
+then resizes columns. This file does the same, but computes no sums over black pixels. Upstream:
+`ImagePatcher.square_pad` and Pillow's `resize`.
 """
 
 import math
@@ -11,7 +12,7 @@ from PIL import Image
 
 
 def resize_as_square(image: Image.Image, size: int) -> Image.Image:
-    """Pad an RGB strip to a square, black to the right or below, and resize that to `size` pixels per side."""
+    """Pad an RGB strip to a square, black to the right or below, and resize the square to `size` pixels per side."""
     side = max(image.size)
     if image.width > image.height:
         rows = image.resize((size, image.height), Image.Resampling.BILINEAR)
@@ -26,9 +27,9 @@ def resize_as_square(image: Image.Image, size: int) -> Image.Image:
 
 
 def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
-    """Shrink (n, W, 3) uint8, with side - n black rows below, to `size` rows, and return the rows that are not black.
+    """Shrink (n, W, 3) uint8, followed by side - n black rows, to `size` rows, and return the rows that are not black.
 
-    Pillow's bilinear resize in one direction: a triangle around each new row's centre, as integers of 22 bits.
+    Pillow's bilinear resize in one direction: a triangle around the centre of each new row, as 22-bit integers.
     """
     scale = side / size
     shrunk = []

@@ -1,4 +1,4 @@
-"""Positions of tokens in the prompt, and the choice of tokens to keep; nothing here depends on a model."""
+"""Positions of tokens in the prompt, and the selection of tokens to keep; this code does not depend on any model."""
 
 import torch
 
@@ -30,8 +30,9 @@ from refvl.positions.vidcom2 import (
 )
 from refvl.positions.windows import get_window_index, invert_permutation
 
-# MKL chooses the kernel of a function at its first call. If two threads make that call at the same time, one may get a
-# kernel with errors of 1e-4 (pytorch/pytorch#188792). So one thread makes the first calls, here.
+# MKL chooses the kernel for a function when that function is first called. If two threads make this first call at the
+# same time, one may get a kernel with errors of 1e-4 (pytorch/pytorch#188792). So a single thread makes the first calls
+# here.
 for function in (torch.cos, torch.sin):
     function(torch.zeros(1, device="cpu"))
 del function

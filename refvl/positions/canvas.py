@@ -1,4 +1,4 @@
-"""Canvas M-RoPE of MiniCPM-V 4.7: an overview and its slices share one canvas, whose corners the separators mark.
+"""Canvas M-RoPE of MiniCPM-V 4.7: an overview and its slices share one canvas; the separators mark its corners.
 
     <image> 0 1 </image> <slice> 2 3 </slice><slice> 4 5 </slice>   an overview of 1 x 2 tokens, two slices of 1 x 2
 
@@ -6,9 +6,9 @@
     height     -1       0 0        1         0        0 0    0         0        0 0    0
     width      -1       0 3        4         0        0 1    1         2        2 3    3         from the canvas' origin
 
-The slices are arranged as in the image, so the canvas is as large as all of them. The overview is stretched over it, so
-its tokens have the positions at which the slices show the same content. Time is constant on a canvas. Without slices,
-the canvas is the overview's own grid. Text continues one step after the longer side. Upstream:
+The slices are arranged as in the image, so the canvas is as large as all of them together. The overview is stretched
+over the canvas, so its tokens have the positions of the slice tokens that show the same content. Time is constant on a
+canvas. Without slices, the canvas is the grid of the overview. Text continues one step after the longer side. Upstream:
 `MiniCPMV4_7Model.get_rope_index` (transformers 5.23).
 """
 
@@ -23,7 +23,7 @@ from refvl.positions.mrope import MediaSpan
 
 
 class CanvasMarks(NamedTuple):
-    """Ids of the separator tokens around overviews and slices."""
+    """The ids of the separator tokens around overviews and slices."""
 
     image_start: int
     image_end: int
@@ -33,10 +33,10 @@ class CanvasMarks(NamedTuple):
 
 
 def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMarks) -> Tensor:
-    """Return the positions of a prompt, (3, L) int64.
+    """Return the positions of a prompt's tokens, (3, L) int64.
 
-    ids_L: (L,) ids of the prompt. spans: its overviews and slices, h x w tokens each, with a separator right before
-    each.
+    ids_L: (L,) ids of the prompt. spans: the prompt's overviews and slices, h x w tokens each, with a separator
+    directly before each.
     """
     ids = ids_L.tolist()
     positions_3L = torch.arange(len(ids)).repeat(3, 1)
@@ -58,7 +58,7 @@ def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMar
 
 
 def _frames(ids: list[int], spans: Sequence[MediaSpan], marks: CanvasMarks) -> list[list[MediaSpan]]:
-    """Return each overview with its slices: a span after a slice separator belongs to the overview before it."""
+    """Group each overview with its slices: a span after a slice separator belongs to the overview before it."""
     frames = list[list[MediaSpan]]()
     for span in sorted(spans, key=lambda s: s.offset):
         if frames and ids[span.offset - 1] == marks.slice_start:
@@ -78,7 +78,7 @@ def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[M
         height, width = len(slices) // columns * slices[0].h, columns * slices[0].w
 
     start, end = overview.offset, overview.offset + overview.num_tokens
-    positions_3L[:, start - 1 :] = origin  # this sets the separators, too
+    positions_3L[:, start - 1 :] = origin  # this also sets the separators' positions
     positions_3L[1:, start - 1] = max(origin - 1, 0)
     positions_3L[1:, start:end] = origin + _grid(overview, height, width)
     if end < positions_3L.shape[1]:
@@ -98,7 +98,7 @@ def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[M
 
 
 def _grid(span: MediaSpan, height: int, width: int) -> Tensor:
-    """Return row and column of each token, (2, h * w): h x w tokens stretched over height x width cells."""
+    """Return the row and column of each token, (2, h * w), with h x w tokens stretched over height x width cells."""
     rows = torch.linspace(0, height - 1, span.h).round().long()
     columns = torch.linspace(0, width - 1, span.w).round().long()
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)

@@ -1,12 +1,12 @@
-"""EVS: which video tokens are kept, and their positions.
+"""EVS: the selection of the video tokens to keep, and their positions.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that have changed since the previous frame. A
-token that has not changed adds little, because its predecessor in the same cell contains the same information. This
-module works on merged embeddings of any width, as serving engines do.
+Efficient Video Sampling (arXiv 2510.14624) keeps the video tokens that have changed since the previous frame. A
+token that has not changed adds little, because its predecessor in the same cell contains the same information. Like
+serving engines, this module works on merged embeddings of any width.
 
-A kept token keeps its position in the whole video, and so does all later text. The pruned layout is exactly the full
-layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
-channels they would be rounded above 256).
+A kept token keeps its position in the full video, and so does all later text. The pruned layout is exactly the full
+layout restricted to the kept tokens. Positions are integers, stored separately from the embeddings, because extra
+bfloat16 channels would round values above 256.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Return how many tokens of a video are kept at pruning rate q in [0, 1): from the first frame's to all.
+    """Return how many tokens of a video are kept at pruning rate q in [0, 1): at least the first frame's, at most all.
 
     The result depends only on sizes, so one function determines both the prompt's placeholders and the mask.
 
-    Raises ValueError for counts below 1 and a q outside [0, 1).
+    Raises ValueError for counts below 1 or a q outside [0, 1).
 
     >>> compute_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.5)
     256
@@ -50,9 +50,9 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """Return 1 - cosine similarity with the token in the same cell one frame earlier, (t, M / t) float32.
 
-    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings leave
-    no number. video_embeds: (M, D), frame-major. Raises TypeError or
-    ValueError for other embeddings, and for a num_frames that does not divide M.
+    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings make
+    its value undefined. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for invalid embeddings, or
+    for a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
@@ -68,12 +68,12 @@ def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """Return the mask of kept tokens, (M,) bool: largest dissimilarity first, ties by a stable descending sort.
+    """Return the mask of kept tokens, (M,) bool: the largest dissimilarity first, ties by a stable descending sort.
 
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
-    spatial_merge_size: patches along each side of a token, 1 if the size counts tokens. q: the share of tokens that
-    are dropped, in [0, 1). The first frame is kept, whatever the embeddings contain.
-    Raises ValueError for embeddings of a shape other than (M, D), or with nan.
+    spatial_merge_size: the number of patches along each side of a token, or 1 if the size counts tokens. q: the share
+    of tokens that are dropped, in [0, 1). The first frame is always kept. Raises ValueError if the shape of the
+    embeddings is not (M, D), or if they contain nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
@@ -89,9 +89,9 @@ def compute_mrope_for_media(
 ) -> Tensor:
     """Return t, h, w of each merged token relative to the item's start, and the item's extent, (M, 4) int64.
 
-    The extent is 1 + the largest position of the *whole* item over all axes. Later text has to skip it, and every kept
-    token carries it, even if the tokens that reached it are pruned. Images use the defaults.
-    Raises ValueError for rates that are not finite numbers.
+    The extent is 1 + the largest position in the *whole* item over all axes. Later text has to skip the whole extent,
+    so every kept token carries it, even if the tokens that reached it are pruned. The default rates are for images.
+    Raises ValueError if a rate is not a finite number.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = check_number(tokens_per_second, "tokens_per_second")
@@ -116,10 +116,11 @@ def recompute_mrope_positions(
     input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
     order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens. A piece never spans two
     items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
-    unpruned layout, are cut off. num_computed_tokens: how many tokens of the prompt are done; they are not changed.
+    unpruned layout, are cut off. num_computed_tokens: the number of prompt tokens that are done; their positions are
+    not changed.
 
-    Returns positions (3, L) int64 and delta. Wherever the chunks are cut, the positions up to the end of the
-    last piece and of the text after it equal the full layout restricted to the kept tokens. Media tokens that have not
+    Returns positions (3, L) int64 and delta. For any chunk boundaries, the positions equal the full layout restricted
+    to the kept tokens. This holds up to the end of the last piece and the text after it. Media tokens that have not
     arrived yet have provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
     not an integer from 0 to `MAX_POSITION`.
     """
@@ -149,7 +150,10 @@ def recompute_mrope_positions(
 
 
 def _check_positions(positions: Tensor, name: str) -> None:
-    """Raise unless all positions are whole numbers; they may be floats, because upstream stores them in embeddings."""
+    """Raise an error unless all positions are whole numbers.
+
+    Floats are allowed, because upstream stores positions in embeddings.
+    """
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
     wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan
@@ -184,7 +188,7 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
 
 
 def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
-    """Return (frames, tokens) of a video whose size (t, h, w) is in patches."""
+    """Return (frames, tokens per frame) of a video whose size (t, h, w) is in patches."""
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     return t, t * h * w // spatial_merge_size**2
 

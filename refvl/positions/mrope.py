@@ -1,7 +1,7 @@
-"""M-RoPE: every prompt token has three positions - time, height, width.
+"""M-RoPE: every prompt token has three positions: time, height and width.
 
-Text advances on all three axes together. A media item, image or video, spreads its tokens over a grid that starts where
-the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+Text advances on all three axes together. A media item (an image or a video) spreads its tokens over a grid that starts
+where the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
 therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
 request's `delta`: decode step k has position `length + k + delta`.
 """
@@ -20,11 +20,11 @@ MAX_POSITION = 2**31
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """The merged-grid extents of a media item, or of a run of its tokens, whose first token is prompt index `offset`.
+    """The merged-grid extents of a media item, or of consecutive tokens in it, from prompt index `offset` on.
 
-    t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales
-    the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM keep 1.0. Raises TypeError or
-    ValueError naming the field, also for a t_factor whose positions would reach `MAX_POSITION`.
+    t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales the time axis
+    (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM use 1.0. Raises TypeError or ValueError
+    naming the field, also if a t_factor makes positions reach `MAX_POSITION`.
     """
 
     offset: int
@@ -36,7 +36,7 @@ class MediaSpan:
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # an image may have many spans, and most need no call
+            if type(value) is not int or value < least:  # an image may have many spans, and most need no check
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
         if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
@@ -47,12 +47,15 @@ class MediaSpan:
         return self.t * self.h * self.w
 
     def grid_positions(self) -> Tensor:
-        """Return positions relative to the item's start, (3, t*h*w) int64; time is multiplied, then truncated."""
+        """Return positions relative to the item's start, (3, t*h*w) int64.
+
+        Time is multiplied by `t_factor`, then truncated.
+        """
         return grid_positions(self.t, self.h, self.w, self.t_factor)
 
 
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
-    """Return `t_factor` if t steps of it are valid positions; raise TypeError or ValueError naming `name`."""
+    """Return `t_factor` if all t steps get valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
     if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # also refuses nan
         raise ValueError(
@@ -69,10 +72,10 @@ def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
 
 
 def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return the positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
+    """Return the positions, (3, L) int64, of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
-    spans: the media of the prompt in any order. Raises ValueError if they overlap or exceed the prompt.
-    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, because it ignores t.
+    spans: the media items of the prompt, in any order. Raises ValueError if spans overlap or exceed the prompt.
+    Upstream: `get_mrope_input_positions`. transformers 5.23 differs after long videos, because it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
     (tensor([[0, 1, 1, 1, 1, 3],
@@ -111,15 +114,15 @@ def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def mrope_delta(positions_3L: Tensor) -> int:
-    """Return 1 + the largest position on any axis - the number of tokens. positions: (3, L)."""
+    """Return 1 + the largest position on any axis, minus the number of tokens. positions: (3, L)."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
 
 
 def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
     """Return the pruned layout, which is the full layout restricted to the kept tokens, and its delta.
 
-    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and kept media tokens. Raises
-    ValueError or TypeError naming keep_L if it does not fit.
+    positions_3L: the positions of the unpruned prompt, (3, L). keep_L: (L,) bool, True for text and kept media tokens.
+    Raises ValueError or TypeError naming keep_L if it does not match.
     """
     if getattr(keep_L, "dtype", None) != torch.bool or keep_L.shape != getattr(positions_3L, "shape", ())[1:]:
         check_mask(keep_L, positions_3L)
@@ -132,7 +135,8 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
 
     section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs and w the slowest.
     Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs. Raises
-    ValueError or TypeError naming section unless it is three counts. Upstream: `mrope_section`, `mrope_interleaved`.
+    ValueError or TypeError naming section unless it contains three counts. Upstream: `mrope_section`,
+    `mrope_interleaved`.
 
     >>> [mrope_axis_of_pairs((4, 2, 2), interleaved=how).tolist() for how in (False, True)]
     [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]

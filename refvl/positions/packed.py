@@ -1,4 +1,4 @@
-"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its positions.
+"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its own positions.
 
     prompt A  input_ids (5,)   positions (3, 5)
     prompt B  input_ids (3,)   positions (3, 3)
@@ -8,8 +8,8 @@
                             t, h, w of A, then t, h, w of B
               cu_seqlens    0 5 8
 
-transformers builds the mask from the first of the four rows if there is neither an `attention_mask` nor a cache. Given
-only the three rows of M-RoPE, it treats all prompts as one, and they see each other.
+transformers builds the mask from the first of the four rows if there is neither an `attention_mask` nor a cache. If it
+gets only the three rows of M-RoPE, it treats all prompts as one, and they see each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,11 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
     """Concatenate prompts into one sequence.
 
     prompts: traces of `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of the
-    result; the remainder becomes one more sequence, of token 0, which no prompt sees.
+    result; the remainder becomes one extra sequence of token 0, which no prompt sees.
 
     Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, the
-    start of each sequence. Raises ValueError for no prompt, shapes that do not fit, or a `pad_to` that is too short.
+    start of each sequence. Raises ValueError if there is no prompt, if shapes do not match, or if `pad_to` is too
+    short.
     """
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
@@ -52,7 +53,7 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
 
 
 def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
-    """Cut a prompt after at most `max_tokens` tokens, and never inside an image or a video.
+    """Cut a prompt after at most `max_tokens` tokens, but never inside an image or a video.
 
     trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack` accepts, `input_ids` (L,)
     and `positions` (3, L), with the indices of the remaining items in `media`. Raises ValueError if the prompt begins
@@ -73,7 +74,7 @@ def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
 
 
 def media_extents(trace: Any) -> list[tuple[int, int]]:
-    """Return the (first, last) kept token of each item in a prompt; text may be between its runs."""
+    """Return the (first, last) kept token of each item in a prompt; text may lie between the tokens of one item."""
     spans, kept, extents = iter(trace.spans), trace.keep.long().cumsum(0), []
     for embeds_MW in trace.embeds:
         runs, tokens = [], 0
@@ -87,7 +88,7 @@ def media_extents(trace: Any) -> list[tuple[int, int]]:
 
 
 class PackingCollator:
-    """A `data_collator` for transformers' Trainer and TRL, which packs the features of a step into one sequence.
+    """A `data_collator` for transformers' Trainer and for TRL, which packs the features of a step into one sequence.
 
     A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` (L,), `inputs_embeds` (L, D) and
     `deepstack_embeds` are packed as well. All other tensors, such as `pixel_values` and `image_grid_thw`, are
@@ -113,7 +114,7 @@ class PackingCollator:
 
 
 def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return ids and positions of a trace or a mapping, checked against each other."""
+    """Return the ids and positions of a trace or a mapping, after checking that they match."""
     get = prompt.__getitem__ if isinstance(prompt, Mapping) else lambda field: getattr(prompt, field)
     try:
         ids, positions = torch.as_tensor(get("input_ids")).cpu(), torch.as_tensor(get("positions")).cpu()

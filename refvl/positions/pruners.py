@@ -1,4 +1,7 @@
-"""The methods of pruning a video. Each has a token count, from sizes alone, and a mask, from the embeddings."""
+"""The methods for pruning a video.
+
+Each method has a token count, computed from sizes alone, and a mask, computed from the embeddings.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

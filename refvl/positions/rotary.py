@@ -1,8 +1,8 @@
-"""2-D rotary positions of the vision tower, in merge-block order.
+"""2-D rotary positions for the vision tower, in merge-block order.
 
-A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, its column the other K/4. Each pair
-spans a plane. Patch rows, rotary angles and position tables share one order: for each frame, block row, block column,
-then the m x m patches of the merge block. So the merger can fold a merge block with a plain reshape.
+A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, and its column rotates the other
+K/4. Each pair spans a plane. Patch rows, rotary angles and position tables share one order: by frame, block row and
+block column, then the m x m patches of the merge block. So the merger can fold a merge block with a plain reshape.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ def vision_rotary_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each (N, head_dim // 2) float32, in merge-block order: h half, then w half.
 
-    head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
-    each half once more, to head_dim columns, before it applies them.
-    Raises ValueError for a head_dim that 4 does not divide.
+    head_dim must be a multiple of 4; theta must be finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers
+    repeats each half once more, to head_dim columns, before it applies them. Raises ValueError if head_dim is not
+    divisible by 4.
     """
     if check_count(head_dim, "head_dim") % 4:
         raise ValueError(f"head_dim: must be a multiple of 4 (h and w use a quarter of angles each), got {head_dim}")
@@ -49,26 +49,29 @@ def vision_rotary_cos_sin(
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
-    """Return the radians by which one patch rotates each rotary pair, (K/4,) float32, the same for rows and columns."""
+    """Return the radians by which one patch rotates each rotary pair, (K/4,) float32.
+
+    Rows and columns use the same values.
+    """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     return 1.0 / theta**exponents
 
 
 def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each (N, K/2) float32, of (N, 2) rows and columns and (K/4,) frequencies on their device."""
+    """Return cos and sin, each (N, K/2) float32, of (N, 2) rows and columns times (K/4,) frequencies."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
     return angles.cos(), angles.sin()
 
 
 def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (N, H, K) by (N, K/2) angles, rotate-half form; computed in float32, returned in x's dtype."""
+    """Rotate (N, H, K) by (N, K/2) angles in rotate-half form; computed in float32, returned in the dtype of x."""
     return rotate(x_NHK, *rotary_factors(cos, sin))
 
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the factors of `rotate`, (N, 1, K) each, once for all blocks: cos twice, and -sin followed by sin.
 
-    On a GPU these are the factors of `on_gpu.rotate`, and None.
+    On a GPU, return the factors of `on_gpu.rotate` and None.
     """
     if cos.is_cuda:
         return on_gpu.rotary_factors(cos, sin), None

@@ -1,8 +1,8 @@
 """Position tables: learned at one size and sampled at others, or computed by a formula for any size.
 
-A learned table has a vector per cell of a fixed grid. The grid of an image is laid over it, edge to edge or corner to
-corner, and each patch samples the table at its centre. Sines and cosines (`sincos_1d`, `sincos_2d`) need no
-table at all.
+A learned table has one vector per cell of a fixed grid. The grid of an image is laid over the table, edge to edge or
+corner to corner. Each patch samples the table at its centre. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table
+at all.
 """
 
 import math
@@ -25,12 +25,13 @@ def interpolate_position_table(
 ) -> Tensor:
     """Return the position vector of every patch, (N, D) in merge-block order, for grids of any size and aspect ratio.
 
-    table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; all frames of an item use the same
+    table: (S * S, D), in row-major order. grid_thw: (t, h, w) per item, in patches; all frames of an item use the same
     points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: True puts the first and last patch of a side
-    on the first and last cell of the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Sampled
-    in float32 on the table's device, returned in its dtype. A grid of the table's own size gets the table itself (in
-    merge-block order). Raises ValueError if the table is not square, TypeError if it contains no floating-point
-    numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
+    on the first and last cell of the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Values
+    are sampled in float32 on the table's device and returned in its dtype. A grid of the table's own size gets the
+    unchanged table, in merge-block order. Raises ValueError if the table is not square, and TypeError if it does not
+    contain floating-point numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate`
+    (Qwen3-VL).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -43,7 +44,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Compute `interpolate_position_table` for a checked table and checked grids; m: `spatial_merge_size`."""
+    """Compute `interpolate_position_table` for a checked table and checked grids; m is `spatial_merge_size`."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
@@ -57,7 +58,7 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
 
 
 def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
-    """Return the (column, row) of each patch on the table, (h * w, 2) float32, in the units of `F.grid_sample`.
+    """Return each patch's (column, row) on the table, (h * w, 2) float32, in the units of `F.grid_sample`.
 
     -1 and 1 are the table's edges, or its first and last cells with `align_corners`.
     """
@@ -68,9 +69,9 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
 
 
 def sincos_frequencies(embed_dim: int) -> Tensor:
-    """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded at each step as in training.
+    """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded after each step as in training.
 
-    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth; hence no float64 here.
+    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth, so float64 is not used.
     """
     if check_positive_int(embed_dim, "embed_dim") % 2:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
@@ -79,13 +80,16 @@ def sincos_frequencies(embed_dim: int) -> Tensor:
 
 
 def sincos(position: Tensor, frequencies: Tensor) -> Tensor:
-    """Return the sines of all angles, then their cosines, (..., 2 * F) float32; position: (...), frequencies: (F,)."""
+    """Return the sines of all angles, followed by their cosines, (..., 2 * F) float32.
+
+    position: (...), frequencies: (F,).
+    """
     angle = position.float()[..., None] * frequencies
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
 def sincos_1d(embed_dim: int, length: int) -> Tensor:
-    """Return the vectors of positions 0 to length - 1, (length, embed_dim) float32. Upstream: `Resampler4_5`, time.
+    """Return the vectors for positions 0 to length - 1, (length, embed_dim) float32. Upstream: `Resampler4_5`, time.
 
     Raises ValueError for a length below 1.
 
@@ -99,7 +103,7 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
     """Return (height, width, embed_dim) float32: the first half of the channels encodes the column, the second the row.
 
-    Positions count from 0 and are not scaled, so the table of a smaller grid is a corner of a larger one's. Raises
+    Positions count from 0 and are not scaled, so a smaller grid's table is a corner of a larger grid's. Raises
     ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
@@ -111,11 +115,11 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
 
 
 def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool, mode: str = "bicubic") -> Tensor:
-    """Resize (S * S, D) positions of a square, row by row, to (height * width, D), as an image would be resized.
+    """Resize (S * S, D) row-major positions of a square to (height * width, D), as an image would be resized.
 
-    Computed in float32, returned in the table's dtype; a table of that size already is returned unchanged. Upstream:
-    timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False), and Perception
-    Encoder's table in Step3-VL-10B (mode="bilinear").
+    Values are computed in float32 and returned in the table's dtype; a table that already has that size is returned
+    unchanged. Upstream: timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0
+    (antialias=False), and Perception Encoder's table in Step3-VL-10B (mode="bilinear").
     """
     side = _square_side(table)
     if tuple(size) == (side, side):

@@ -1,4 +1,4 @@
-"""The frames of a video that GLM samples, and the timestamps that the prompt contains for them.
+"""The frames that GLM samples from a video, and the timestamps that the prompt contains for them.
 
     duration, fps -> frame indices    about `target_fps` per second, by the rule of the variant
                   -> even count       duplicates dropped in order, the last frame repeated if the count is odd
@@ -50,11 +50,12 @@ def sample_video_frames(
 ) -> FrameSample:
     """Choose at least one frame of a video of `total_num_frames` at `fps` frames per second.
 
-    duration: seconds; None: computed from the number of frames. do_sample_frames=False keeps `frames_indices`, the
-    indices in the video of frames that were sampled elsewhere (ignored otherwise). The rest are settings of a video
-    processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for "glm46v" and "glmga",
-    temporal_patch_size for "glm46v". Raises ValueError or TypeError for an unknown variant and for numbers that no
-    video can have: less than a frame in `MAX_SECONDS`, more than `MAX_FRAMES` frames, or `MAX_PATCHES` of them sampled.
+    duration: seconds, or None to compute it from the number of frames. do_sample_frames=False keeps `frames_indices`,
+    the indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The others are settings
+    of a video processor: target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames ("glm46v",
+    "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown variant or for numbers
+    that no video can have. Examples are less than one frame in `MAX_SECONDS`, more than `MAX_FRAMES` frames, or more
+    than `MAX_PATCHES` sampled frames.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
@@ -84,7 +85,10 @@ def sample_video_frames(
 
 
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
-    """Take a frame every 1 / target_fps seconds, rounded up; beyond max_duration, spread the number it would give."""
+    """Take a frame every 1 / target_fps seconds, rounded up.
+
+    For a video longer than max_duration, spread max_duration * target_fps frames evenly.
+    """
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
         return [math.ceil(min(total - 1, i * fps / target_fps)) for i in range(count)]
@@ -95,7 +99,10 @@ def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, ma
 
 
 def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
-    """Sample at a rate that falls with the duration. Short videos at low fps have fewer frames than the rate needs."""
+    """Sample at a rate that falls as the duration grows.
+
+    Short videos at low fps have fewer frames than this rate needs.
+    """
     longest = GLM46V_RATES[-1][0]
     rate = next(rate for seconds, rate in GLM46V_RATES if min(duration, longest) <= seconds) * temporal_patch_size
     count = min(max(1, int(min(duration, longest) * rate)), max_frames)
@@ -115,8 +122,8 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[int]:
     """Return the first frame at or after each multiple of `step` seconds, until `stop` is reached.
 
-    More than `count` frames are too many, however many there are. The sums are rounded as upstream rounds them: one
-    more exact digit would choose different frames.
+    More than `count` frames are too many; the exact number does not matter. The sums are rounded as upstream rounds
+    them, because one more exact digit would select different frames.
     """
     chosen, second, frame_seconds = [0], step, 1 / fps
     while second < stop and len(chosen) <= count:
@@ -130,7 +137,7 @@ def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Return `count` indices: too few are spread over the same range, too many over the whole video."""
+    """Return `count` indices: too few are spread over the same range, and too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)
@@ -141,7 +148,7 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 def distinct_and_even(indices: Sequence[int]) -> list[int]:
-    """Drop duplicates in order, and repeat the last of an odd count: [0, 0, 3, 5] becomes [0, 3, 5, 5]."""
+    """Drop duplicates, keep the order, and repeat the last of an odd count: [0, 0, 3, 5] becomes [0, 3, 5, 5]."""
     distinct = list(dict.fromkeys(indices))
     return distinct + distinct[-1:] * (len(distinct) % 2)
 

@@ -1,7 +1,7 @@
 """VidCom2: keep the video tokens that differ most from the rest, and more of them in distinctive frames.
 
-Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares a token not with the frame before, as
-EVS does, but with the whole video. It does not keep the first frame for being first.
+Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares each token with the whole video; EVS
+compares it with the previous frame. The first frame gets no special treatment.
 
     embeddings (M, D)
        | channels     the half that varies least over the video, normalised per row
@@ -12,7 +12,8 @@ EVS does, but with the whole video. It does not keep the first frame for being f
     mask (M,)
 
 t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal in exact
-arithmetic are equal on every machine, and the earlier token wins; a half is exactly a half and rounds to even.
+arithmetic are equal on every machine, and ties go to the earlier token. A half is represented exactly and rounds to
+even.
 """
 
 import torch
@@ -23,14 +24,14 @@ from refvl.arguments import MAX_FRAMES, check_count
 from refvl.checks import check_floats, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians; a single one would miss other distances
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; one would miss other distances
 TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
     """Return how many tokens of a video are kept at pruning rate q in [0, 1): from one per frame to all.
 
-    Raises ValueError for counts below 1 and a q outside [0, 1).
+    Raises ValueError for counts below 1 or a q outside [0, 1).
 
     >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
     8
@@ -43,8 +44,8 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor, Tensor]:
     """Return each token's similarity to the centre of the video and to that of its frame, (t, n) float64, 0 to 5.
 
-    video_embeds: (M, D), frame-major. A row with nan or inf counts as zeros in the centres, and as entirely similar, so
-    it is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
+    video_embeds: (M, D), frame-major. In the centres, a row with nan or inf counts as zeros; it also counts as entirely
+    similar, so it is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     usable = video_embeds.isfinite().all(dim=1, keepdim=True)
@@ -63,10 +64,10 @@ def _similarity(frames: Tensor, centre: Tensor, usable: Tensor) -> Tensor:
 
 
 def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
-    """Return how many tokens each frame may keep before their sum is reconciled, at least one, (t,) int64.
+    """Return how many tokens each frame may keep before their sum is reconciled, at least one each, (t,) int64.
 
     similarity_to_video: (t, n), the first result of `vidcom2_similarities`.
-    Raises ValueError for a shape other than (t, n) and a q outside [0, 1).
+    Raises ValueError for a shape other than (t, n) or a q outside [0, 1).
     """
     check_floats(check_shape(similarity_to_video, ("t", "n"), "similarity_to_video"), "similarity_to_video")
     num_tokens = similarity_to_video.shape[1]
@@ -76,10 +77,10 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
 
 
 def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """Return the mask of kept tokens, (M,) bool, as vLLM's `vidcom2`. Arguments as in `compute_retention_mask`.
+    """Return the mask of kept tokens, (M,) bool, as vLLM's `vidcom2` does. Arguments as in `compute_retention_mask`.
 
-    At q = 0 all are kept. If tokens are equal, the earlier one is kept.
-    Raises ValueError for embeddings of a shape other than (M, D), or with nan.
+    At q = 0, all tokens are kept. If tokens are equal, the earlier one is kept.
+    Raises ValueError if the shape of the embeddings is not (M, D), or if they contain nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
@@ -91,9 +92,10 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 
 
 def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return a mask of exactly `count` tokens, (M,) bool: the chosen before the rest, the least similar first in both.
+    """Return a mask of exactly `count` tokens, (M,) bool: chosen tokens first, the least similar first in each group.
 
-    If too many were chosen, the most similar are dropped; if too few, the least similar of the rest are added.
+    If too many were chosen, the most similar are dropped; if too few were chosen, the least similar of the rest are
+    added.
     """
     order = score.argsort(stable=True)
     order = order[(~chosen[order]).byte().argsort(stable=True)]

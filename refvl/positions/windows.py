@@ -1,4 +1,4 @@
-"""Windows: which merged tokens attend to each other in a windowed block.
+"""Windows: the merged tokens that attend to each other in a windowed block.
 
 A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once, before the first
 block. Then every window is a contiguous segment of the sequence, and a varlen kernel needs only cumulative lengths. The
@@ -21,12 +21,12 @@ def get_window_index(
     """Order merged tokens by window, over all items.
 
     grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches makes no token (floor division).
-    window_size, patch_size: pixels. Returns `window_index` (M,) int64, for which `x[window_index]` is in window order,
-    and `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
-    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows (an exact
-    multiple gains an empty window) and drops the padding again; sorting needs no padding.
+    window_size, patch_size: pixels. Returns `window_index` (M,) int64, such that `x[window_index]` is in window order,
+    and `cu_window_seqlens` (W + 1,) int32: cumulative window lengths **in patches**, with a leading 0 and no empty
+    windows. Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows (an
+    exact multiple gains an empty window), then drops the padding; sorting needs no padding.
 
-    Raises ValueError for sizes below 1.
+    Raises ValueError if a size is below 1.
 
     >>> get_window_index([(1, 4, 12)])[0].tolist()     # 2 x 6 merged tokens, windows of 4 x 4
     [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
@@ -60,15 +60,15 @@ def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, 
 def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:
     """Return the largest number of windows for `max_tokens` merged tokens in at most `max_frames` frames.
 
-    A frame of n tokens has at most ceil(n / side) windows, which a strip one token high reaches. Rounding up
-    costs a frame at most side - 1 tokens. side: the side of a window, in merged tokens.
+    A frame of n tokens has at most ceil(n / side) windows; a strip one token high reaches this maximum. Rounding to
+    whole windows wastes at most side - 1 tokens per frame. side: the side of a window, in merged tokens.
     """
     frames = min(max_frames, max_tokens)
     return min(max_tokens, (max_tokens + frames * (side - 1)) // side)
 
 
 def invert_permutation(permutation: Tensor) -> Tensor:
-    """Return `inverse`, (M,) int64, for which `x[permutation][inverse] == x`."""
+    """Return `inverse`, (M,) int64, such that `x[permutation][inverse] == x`."""
     inverse = torch.empty_like(permutation)
     inverse[permutation] = torch.arange(permutation.numel(), device=permutation.device)
     return inverse

@@ -1,1 +1,1 @@
-"""From words and pixels to token ids: one file per family, and the shared code in `chat`."""
+"""From words and pixels to token ids: one file per family, and shared code in `chat`."""

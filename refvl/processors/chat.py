@@ -3,7 +3,7 @@
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
 Only the chat template writes special tokens. A caller's strings are text: if they contain special tokens,
-`refvl.processors.special_tokens` spells them out.
+`refvl.processors.special_tokens` tokenises them as plain text.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
     limits: MediaLimits = LIMITS  # limits on decoding; `processor.limits = MediaLimits(...)` changes them
-    image_config: Any  # how an image is prepared
-    video_config: Any  # how a video is prepared; None if the model accepts no video
+    image_config: Any  # the settings for preparing an image
+    video_config: Any  # the settings for preparing a video; None if the model accepts no video
     no_video: ClassVar[str]  # the error for a video if the model accepts none
     tokens_at_once: int = 1  # the number that divides every token count of the encoder
     assumed: bool = False  # True if the pixel limits are the defaults of the class because no file sets them
@@ -40,7 +40,10 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
+        """Build a processor.
+
+        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
@@ -48,7 +51,9 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         self.merge_size = config.vision_config.spatial_merge_size  # the side in patches of a merge block
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
-            raise ValueError(f"merge_size: config.json has spatial_merge_size={self.merge_size}, preprocessing {sizes}")
+            raise ValueError(
+                f"merge_size: config.json has spatial_merge_size={self.merge_size}, but preprocessing has {sizes}"
+            )
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
@@ -67,11 +72,14 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         ]
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video, sampled by a message's `options`, else by the checkpoint's rule; ValueError if unsupported."""
+        """Load a video, sampled by a message's `options` or else by the checkpoint's rule.
+
+        Raise ValueError if unsupported.
+        """
         raise ValueError(self.no_video)
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Return which of a file's `total` frames are read, by the checkpoint's rule; ValueError if unsupported."""
+        """Return the indices of the frames to read from a file of `total` frames; raise ValueError if unsupported."""
         raise ValueError(self.no_video)
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
@@ -120,7 +128,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return grid_of(height, width, self.video_config, len(self._frames_read(video)))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return how the language model sees an item of this layout: a video's frames are separated by text.
+        """Return the extents that the language model sees for an item of this layout; text separates a video's frames.
 
         second_per_grid: the scale of a video's time axis, for families whose prompts do not contain timestamps.
         """
@@ -133,7 +141,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return [token] * medium.num_tokens
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Return (L,) ids in which the placeholders of each kind, and nothing else, have the id of that kind."""
+        """Return (L,) ids in which the placeholders of each kind, and no other tokens, have the id of that kind."""
         return input_ids
 
     def tokenize(
@@ -141,8 +149,8 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with every placeholder repeated.
 
-        allow_special_tokens: whether special tokens in the caller's strings, including placeholders, are treated as
-        such. Raises ValueError if placeholders and media do not match, or if the chat template refuses the messages.
+        allow_special_tokens: whether special tokens in the caller's strings, including placeholders, keep their
+        meaning. Raises ValueError if placeholders and media do not match, or if the chat template raises an error.
         """
         text, flag = self.render(messages, allow_special_tokens)
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template
@@ -157,7 +165,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in another
+        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
             return self.apply_template(messages), ""
         return self.render_flagged(messages, written)
@@ -169,14 +177,17 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """Return the chat template's text. Raises ValueError with the template's reason if it refuses the messages."""
+        """Return the text that the chat template produces for the messages.
+
+        Raises ValueError with the template's reason if the template raises an error.
+        """
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # templates may raise errors of any kind
             raise ValueError(f"prompt: the chat template of this checkpoint refuses the messages ({error})") from error
 
     def text(self, token_ids) -> str:
-        """Turn token ids back into text, without special tokens."""
+        """Decode token ids into text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -189,8 +200,8 @@ def expand_placeholders(
     """Repeat each single placeholder once per token of its item.
 
     input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}. expand: a function that
-    returns the ids for an item, if they are more than its placeholder repeated. Raises ValueError if the placeholders
-    do not match the media in number, kind and order.
+    returns an item's ids, if they are more than its placeholder repeated. Raises ValueError if the placeholders do not
+    match the media in number, kind and order.
     """
     kinds = {token: kind for kind, token in token_ids.items()}
     found = [kinds[token] for token in input_ids if token in kinds]

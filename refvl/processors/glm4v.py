@@ -7,20 +7,20 @@
     <|end_of_video|>
 
 A "frame" here is a grid step, which contains two sampled frames. In the positions, each frame is a separate item. EVS
-may drop the tokens of a frame, but never its timestamp. The sampling of frames, the format of timestamps and the
-placeholder of a frame depend on the processor class in the checkpoint's files (`refvl.families.load_processor`). They
-do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
+may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames, the format of timestamps and
+the placeholder of a frame depend on the processor class in the checkpoint's files (`refvl.families.load_processor`).
+They do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
 
     class               releases                              sampler    timestamp   token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.0 seconds the image's
     GlmgaProcessor      GLM-GA                                glmga      3.0 seconds the image's
 
-GLM-GA's files name Glm46VProcessor too; only the classes of the image and video processors differ.
-Timestamps are whole seconds, as in vLLM; transformers writes fractions, such as 3.3 seconds.
+GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ.
+Timestamps are whole seconds, as in vLLM; transformers writes fractions such as 3.3 seconds.
 
-transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token in all three classes. Embeddings replace
-it, so the model sees no difference, and prompts made there are accepted as well (`placeholders`).
+In all three classes, transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token. Embeddings replace
+it, so the model sees no difference, and prompts made by either are accepted (`placeholders`).
 """
 
 from collections.abc import Sequence
@@ -47,18 +47,21 @@ class Glm4vProcessor(ChatProcessor):
     variant = "glm4v"  # of `sample_video_frames`
     rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer videos are spread"  # with `video_config`
     timestamp_format = "{}"
-    frame_kind = "video"  # frames are filled with the token of this kind
+    frame_kind = "video"  # frames are filled with the token for this kind
     options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
 
     @property
     def clip_sampling(self) -> str:
-        """The sampling rule as text. Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V."""
+        """A description of the sampling rule.
+
+        Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V.
+        """
         assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
-        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory count as sampled already.
+        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory count as already sampled.
 
         Raises ValueError for options that the variant's rule does not accept.
         """
@@ -80,9 +83,9 @@ class Glm4vProcessor(ChatProcessor):
         return list(dict.fromkeys(chosen.indices))
 
     def _frames_read(self, video: Video) -> list[int]:
-        """Return the indices of the frames that become patch rows: each once, and the last twice if the number is odd.
+        """Return the indices of the frames that become patch rows: each once, but the last twice if the number is odd.
 
-        The timestamps of the prompt come from the same indices, so there is one for every two frames.
+        The timestamps of the prompt come from the same indices, so there is one timestamp for every two frames.
         """
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
@@ -94,7 +97,7 @@ class Glm4vProcessor(ChatProcessor):
         return FramewiseMedia("video", thw, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of an item: an image's token repeated, or everything between begin and end of a video."""
+        """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -108,7 +111,8 @@ class Glm4vProcessor(ChatProcessor):
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """Treat image tokens between the begin and end tokens of a video as frames of the video.
 
-        The token that begins a video counts only if a frame begins right after it, which never happens in plain text.
+        The token that begins a video counts only if a frame begins directly after it, which never happens in plain
+        text.
         """
         config, places = self.config, torch.arange(len(input_ids))
         opens = (input_ids[:-1] == config.video_start_token_id) & (input_ids[1:] == config.image_start_token_id)
@@ -129,7 +133,7 @@ class Glm46VProcessor(Glm4vProcessor):
 
 
 class GlmgaProcessor(Glm46VProcessor):
-    """GLM-GA: GLM-4.6V's prompts with a different sampler and different image sizes."""
+    """GLM-GA: the prompts of GLM-4.6V with a different sampler and different image sizes."""
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"

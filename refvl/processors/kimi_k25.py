@@ -1,9 +1,9 @@
-"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames; the time of its first frame precedes each chunk.
+"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames, each after the time of its first frame.
 
     image   <|media_begin|>image<|media_content|> tokens <|media_end|>
     video   00:00:00.000<|media_begin|>video<|media_content|> tokens <|media_end|>00:00:02.000<|media_begin|>video ...
 
-The chat template writes everything of an image except its tokens, and only a placeholder for a video. A chunk has as
+The chat template writes everything for an image except its tokens, but only a placeholder for a video. A chunk has as
 many tokens as one frame has merge blocks.
 
 Upstream: `Kimi_K25Processor` (transformers 5.23). The released code fills chunks with the image's token; embeddings
@@ -47,12 +47,12 @@ class KimiK25Processor(ChatProcessor):
         given = (self.image_config.merge_size, self.video_config.merge_size, self.video_config.chunk_frames)
         if given != tower:
             names = "merge_size of images, of videos, temporal_patch_size"
-            raise ValueError(f"{names}: config.json has {tower}, preprocessing {given}")
+            raise ValueError(f"{names}: config.json has {tower}, but preprocessing has {given}")
 
     def load_video(self, source, options: dict) -> Video:
-        """Sample a file evenly at the checkpoint's rate; frames in memory count as sampled already.
+        """Sample a file evenly at the checkpoint's rate; frames in memory count as already sampled.
 
-        options: fps or num_frames. Raises ValueError for any other.
+        options: fps or num_frames. Raises ValueError for any other option.
         """
         if options.keys() - {"fps", "num_frames"} or len(options) > 1:
             raise ValueError(f"prompt: Kimi accepts fps or num_frames for a video, got {sorted(options)}")
@@ -63,7 +63,7 @@ class KimiK25Processor(ChatProcessor):
     def frame_indices(
         self, total: int, source_fps: float, *, fps: float | None = None, num_frames: int | None = None
     ) -> Sequence[int]:
-        """Return indices of `fps` frames per second, or num_frames, evenly spaced from the first; at most `total`.
+        """Return the indices of `fps` frames per second, or num_frames, evenly spaced from the first; at most `total`.
 
         Raises ValueError if num_frames exceeds `total`. Upstream: `default_sample_indices_fn` (transformers).
         """
@@ -75,7 +75,7 @@ class KimiK25Processor(ChatProcessor):
         return [i * total // num_frames for i in range(num_frames)]
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return (chunks, h, w) tokens: text separates a video's chunks; second_per_grid is not used."""
+        """Return (chunks, h, w) tokens; text separates a video's chunks, and second_per_grid is not used."""
         t, h, w = layout
         thw = (-(-t // self.video_config.chunk_frames), h // self.merge_size, w // self.merge_size)
         return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
@@ -100,7 +100,7 @@ class KimiK25Processor(ChatProcessor):
             yield grid, rows
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of an item: an image's token repeated, or a video's chunks, each preceded by its time."""
+        """Return an item's ids: an image's token repeated, or a video's chunks, each preceded by its time."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -113,7 +113,7 @@ class KimiK25Processor(ChatProcessor):
 
 
 def clock(second: float) -> str:
-    """Format a time in a video as in the prompt, rounded down to milliseconds.
+    """Format a time in a video as it appears in the prompt, rounded down to milliseconds.
 
     >>> clock(62.5)
     '00:01:02.500'

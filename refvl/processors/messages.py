@@ -15,15 +15,15 @@ from torch import Tensor
 
 from refvl.pixels.media import Video
 
-MAX_CHARACTERS = 2**21  # of a request: longer than any context, and tokenized within seconds
+MAX_CHARACTERS = 2**21  # a limit for a request: longer than any context, and tokenised within seconds
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # keys of a video part in addition to its source
 KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
 
 
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-    """Return one user message with images, videos and the text, in that order; or the given messages, checked.
+    """Return one user message with images, videos and the text, in that order, or check and return the given messages.
 
-    Raises TypeError for a wrong type and ValueError for a wrong value, and names the message's and the part's index.
+    Raises TypeError for a wrong type and ValueError for a wrong value, with the indices of the message and the part.
     """
     media = [*_media_parts("image", images), *_media_parts("video", videos)]
     if isinstance(prompt, str):
@@ -49,7 +49,7 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 
 
 def texts_of(messages: Sequence[dict]) -> list[str]:
-    """Return every string that the caller wrote in checked messages, including roles, in order."""
+    """Return every string in checked messages that the caller wrote, including roles, in order."""
     texts = list[str]()
     for message in messages:
         content = message["content"]
@@ -62,7 +62,7 @@ def texts_of(messages: Sequence[dict]) -> list[str]:
 
 
 def _media_parts(kind: str, media: Iterable) -> list[dict]:
-    """Return message parts for media; a single path, image or video becomes a list; a bare array is ambiguous."""
+    """Return message parts for media; a single path, image or video becomes a list; a bare array raises an error."""
     name = f"{kind}s"
     if isinstance(media, (str, Path, Image.Image, Video)):
         media = [media]

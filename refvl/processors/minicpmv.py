@@ -6,9 +6,9 @@
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on separate lines,
+Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on a separate line,
 as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates come from
-the tokenizer; version 2.0 has none and writes <用户> and <AI>.
+the tokenizer; version 2.0 has none, so its prompts contain <用户> and <AI>.
 
 minicpmv_video.py        how videos are sampled and packed, from version 2.6 on
 minicpmv_vocabulary.py   the special tokens, and the slicing settings in a checkpoint's files
@@ -35,14 +35,14 @@ from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideo
 from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
 from refvl.processors.tokenizers import load_tokenizer
 
-PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # for media until they are written out
+PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # until their tokens are written
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
 NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id, see `placeholders`
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedMedia(MediaTokens):
-    """One media item as sets of query tokens, each a separate run of tokens: thw is (sets, 1, query_num)."""
+    """One media item as sets of query tokens, each in a separate run of tokens: thw is (sets, 1, query_num)."""
 
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image
 
@@ -53,16 +53,22 @@ class SlicedMedia(MediaTokens):
 
 
 class MiniCPMVProcessor(ChatProcessor):
-    """The base of all versions: sliced images. Layouts are tuples of `SliceGroup`s. Each version is a class below."""
+    """The base of all versions: sliced images.
+
+    Layouts are tuples of `SliceGroup`s. Each version is a subclass below.
+    """
 
     no_video = "videos: MiniCPM-V 2.0 and 2.5 accept images only; later versions accept videos too"
     template: ClassVar[str | None] = None  # used if a folder has no chat template
     numbers_images: ClassVar[bool] = False  # the default if the folder does not set use_image_id
     writes_bos: ClassVar[bool] = True
-    frames: ClassVar[FrameConfig | None] = None  # None if the version accepts no video
+    frames: ClassVar[FrameConfig | None] = None  # None if this version accepts no video
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
-        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
+        """Build a processor.
+
+        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        """
         self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
         self.tokens_at_once = self.query_num  # a set
         self.image_config = image_config or SliceConfig.from_dict(slicing_of(config, self.numbers_images))
@@ -78,7 +84,10 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMVProcessor":
-        """Read tokenizer.json, template and limits of a checkpoint folder; no tokenizer code of the folder is run."""
+        """Read tokenizer.json, the template and the limits of a checkpoint folder.
+
+        The folder's tokenizer code is never run.
+        """
         tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         image_config = SliceConfig.from_folder(folder, slicing_of(config, cls.numbers_images))
         video_config = cls.frames and cls.frames.changed_by(folder)
@@ -86,7 +95,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @property
     def largest_picture(self) -> int:
-        """The number of tokens of the largest image: the overview and all slices."""
+        """The number of tokens of the largest image, for its overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
     def _patchify_image(self, image: Image.Image) -> Patches:
@@ -118,7 +127,10 @@ class MiniCPMVProcessor(ChatProcessor):
         return [bos, *dropwhile(lambda token: token == bos, ids)]  # Llama 3's template and tokenizer both write it
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """Return the template's text of messages, with parts joined in lines: these templates accept strings only."""
+        """Return the template's text for messages, with parts joined by line breaks.
+
+        These templates accept only strings.
+        """
         joined = []
         for message in messages:
             content = message["content"]
@@ -162,10 +174,10 @@ class MiniCPMVProcessor(ChatProcessor):
         return [*super().reserved_texts, *PLACEHOLDERS.values()]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID, in a prompt of (L,) ids.
+        """In a prompt of (L,) ids, set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID.
 
-        A placeholder is an unknown token right after the start of an image, slice or frame; the text may contain
-        unknown tokens, too. A frame is an overview without a number. If images have no numbers, everything counts as
+        A placeholder is an unknown token directly after the start of an image, slice or frame; the text may also
+        contain unknown tokens. A frame is an overview without a number. If images have no numbers, everything counts as
         an image.
         """
         ids = self.mark_ids
@@ -195,7 +207,7 @@ class MiniCPMV2_5Processor(MiniCPMVProcessor):
 
 
 class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
-    """Images are numbered, videos are sequences of frames."""
+    """Images are numbered, and videos are sequences of frames."""
 
     numbers_images = True
     writes_bos = False
@@ -211,12 +223,12 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
 
 
 class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
-    """Like 2.6, but with a BOS token."""
+    """Version 2.6 with a BOS token."""
 
     writes_bos = True
 
 
 class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
-    """Frames are packed; each has a temporal id in tenths of a second."""
+    """Frames are packed, and each has a temporal id in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)

@@ -49,7 +49,10 @@ class SampledFrames(FrameConfig):
 
 @dataclass(frozen=True, slots=True)
 class FoldedMedia(MediaTokens):
-    """One media item as slices, each a separate run of tokens; thw counts the tokens of all slices: (1, 1, tokens)."""
+    """One media item as slices, each in a separate run of tokens.
+
+    Thw counts the tokens of all slices: (1, 1, tokens).
+    """
 
     sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice in merged tokens
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
@@ -60,7 +63,7 @@ class FoldedMedia(MediaTokens):
         return [(1, h, w) for h, w in self.sizes]
 
     def check_pruning(self, q: float) -> None:
-        """Raise ValueError if a video is to be pruned."""
+        """Raise ValueError for any attempt to prune a video."""
         if self.kind == "video" and q > 0:
             reason = "pruning compares the cells of whole frames, and these are cut into slices"
             raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
@@ -74,7 +77,10 @@ class MiniCPMV4_6Processor(TakesVideos):
     video_config: SampledFrames
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
+        """Build a processor.
+
+        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.merge_size = 2 if config.downsample_mode == "4x" else 4  # the side in patches of a merge block
         settings = image_config or SliceConfig(patch_size=14, use_image_id=True)
@@ -84,7 +90,7 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMV4_6Processor":
-        """Read tokenizer, template and limits of a checkpoint folder."""
+        """Read the tokenizer, template and limits of a checkpoint folder."""
         image_config = SliceConfig.from_folder(folder, {"use_image_id": True})
         return cls(config, load_tokenizer(folder), image_config, cls.frames.changed_by(folder))
 
@@ -137,7 +143,10 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take a frame every second; for a longer video, max_frames evenly spaced ones among those at every 0.1 s."""
+        """Take a frame every second.
+
+        For a longer video, take max_frames evenly spaced frames among those at every 0.1 s.
+        """
         duration = total / source_fps
         if duration <= config.max_frames:
             return [int(second * source_fps) for second in range(math.ceil(duration))]
@@ -145,7 +154,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return [tenths[i] for i in np.linspace(0, len(tenths) - 1, config.max_frames, dtype=int)]
 
     def tokenize(self, messages: Sequence[dict], media: Sequence[Any], **options) -> list[int]:
-        """Return the (L,) prompt ids of checked messages, media numbered by kind; see `ChatProcessor.tokenize`."""
+        """Return the (L,) prompt ids of checked messages, with media numbered by kind; see `ChatProcessor.tokenize`."""
         counts, numbered = Counter[str](), []
         for medium in media:
             numbered.append(replace(medium, number=counts[medium.kind]))
@@ -153,7 +162,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return super().tokenize(messages, numbered, **options)
 
     def expand(self, token: int, medium: FoldedMedia) -> list[int]:
-        """Return the ids of overviews and slices between their special tokens, filled with `token`."""
+        """Return the ids of overviews and slices between their special tokens; `token` fills their cells."""
         numbered = self.image_config.use_image_id and medium.kind in self.numbered
         text = write_media(medium, self.tokenizer.convert_ids_to_tokens(token), medium.number if numbered else None)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -166,7 +175,7 @@ class MiniCPMV4_7Processor(MiniCPMV4_6Processor):
 
 
 def write_media(medium: FoldedMedia, fill: str, number: int | None) -> str:
-    """Write an item, an image or every frame of a video, as in the prompt; `fill` is the token of its cells."""
+    """Write an item (an image, or every frame of a video) as in the prompt; `fill` is the token of its cells."""
     m, (columns, rows) = MARKS, medium.grid or (0, 0)
     text = "" if number is None else f"{m['im_id_start']}{number}{m['im_id_end']}"
     pieces = [fill * (h * w) for h, w in medium.sizes]

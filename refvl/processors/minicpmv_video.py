@@ -3,8 +3,8 @@
     video file -> sampled frames        by the rule of the version's card, see `sample`
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
 
-The frames of a pack share one set of query tokens. Each frame has a temporal id, its time in tenths of a second, which
-the resampler adds to the keys.
+The frames of a pack share one set of query tokens. Each frame has a temporal id, which is its time in tenths of a
+second; the resampler adds it to the keys.
 """
 
 import math
@@ -27,12 +27,12 @@ TENTHS = 10  # temporal ids count tenths of a second
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """The rule for sampling videos. Limits are those of the examples on the checkpoints' cards."""
+    """The rule for sampling videos. The limits are those in the examples on the checkpoints' model cards."""
 
     fps: float = 1.0
-    max_frames: int = 64  # the maximum number of sets of query tokens; packed frames count as one
+    max_frames: int = 64  # the maximum number of sets of query tokens; a pack of frames counts as one
     max_packing: int = 1  # the maximum number of frames that share a set
-    packing: int | None = None  # frames per set; None: the fewest that keep the video within max_frames sets
+    packing: int | None = None  # frames per set; None: the smallest number that keeps the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
         """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""
@@ -48,9 +48,10 @@ class TakesVideos(ChatProcessor):
     query_num: int
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video: a file is sampled by the version's rule; frames in memory count as sampled already.
+        """Load a video: a file is sampled by the version's rule; frames in memory count as already sampled.
 
-        options: fps, max_frames or num_frames, instead of the processor's own. Raises ValueError for other options.
+        options: fps, max_frames or num_frames, instead of the processor's own values. Raises ValueError for any other
+        option.
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
@@ -70,7 +71,7 @@ class TakesVideos(ChatProcessor):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take a frame every 1 / fps seconds; if these are too many, max_frames from the middle of equal parts."""
+        """Take a frame every 1 / fps seconds; if these are too many, take max_frames from the middle of equal parts."""
         indices = list(range(0, total, max(1, round(source_fps / config.fps))))
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
@@ -100,16 +101,16 @@ class TakesVideos(ChatProcessor):
 
 
 class PacksFrames(TakesVideos):
-    """The video part of 4.5's processor: frames are packed; each has a temporal id in tenths of a second."""
+    """The video part of 4.5's processor: frames are packed, and each has a temporal id in tenths of a second."""
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take `fps` frames per second from the middle of equal parts, at most max_frames full packs."""
+        """Take `fps` frames per second from the middle of equal parts, but at most max_frames full packs."""
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Let consecutive frames share a set; the last set may contain fewer."""
+        """Let consecutive frames share a set; the last set may contain fewer frames."""
         config, ids = self.video_config, temporal_ids(video)
         packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
         packs = [ids[i : i + packing] for i in range(0, len(ids), packing)]
@@ -117,13 +118,13 @@ class PacksFrames(TakesVideos):
 
 
 def temporal_ids(video: Video) -> list[int]:
-    """Return the time of each frame in whole tenths of a second, at most the last tenth before the video's end."""
+    """Return the time of each frame in whole tenths of a second, up to the last tenth before the video's end."""
     last = max(0, math.ceil(video.duration * TENTHS) - 1)
     return [min(round(second * TENTHS), last) for second in video.timestamps]
 
 
 def middle_indices(total: int, wanted: int) -> list[int]:
-    """Return 0 .. total - 1 if that is no more than `wanted`, else the middles of `wanted` equal parts.
+    """Return 0 .. total - 1 if that is no more than `wanted`, otherwise the middles of `wanted` equal parts.
 
     >>> middle_indices(10, 4)
     [1, 3, 6, 8]

@@ -1,7 +1,7 @@
-"""The special tokens of MiniCPM-V's prompts, and the settings in a checkpoint's files, read once on loading.
+"""The special tokens of MiniCPM-V's prompts, and the settings in a checkpoint's files; both are read once on loading.
 
-The special tokens enclose query tokens. Their texts are fixed unless preprocessor_config.json sets others; their ids
-are the tokenizer's.
+The special tokens enclose query tokens. Their texts are fixed unless preprocessor_config.json sets different ones; the
+tokenizer determines their ids.
 """
 
 from pathlib import Path
@@ -15,8 +15,8 @@ MARKS = {
     "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
-TEXT_ID = -2  # the id of unknown tokens in the text
-# tokens that end an answer; the vocabulary decides which of them exist
+TEXT_ID = -2  # the id that represents unknown tokens in the text
+# tokens that end an answer; the vocabulary determines which of them exist
 TERMINATORS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 SLICING = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
 
@@ -32,7 +32,7 @@ def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_imag
     """Return the id of each special token.
 
     The tokens around a number get TEXT_ID if the vocabulary lacks them and images are not numbered (before 2.6).
-    Raises ValueError naming any other special token that the vocabulary lacks.
+    Raises ValueError, with the token's name, if the vocabulary lacks any other special token.
     """
     for name, mark in marks.items():
         if mark not in vocabulary and (numbers_images or not name.startswith("im_id")):
@@ -43,7 +43,7 @@ def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_imag
 def slicing_of(config: PretrainedConfig, numbers_images: bool) -> dict[str, Any]:
     """Return the slicing settings in config.json, at the top level or in `slice_config`.
 
-    numbers_images: whether images are numbered if the file does not set it.
+    numbers_images: whether images are numbered if the file does not set this.
     """
     top = {name: getattr(config, name) for name in SLICING if getattr(config, name, None) is not None}
     nested = getattr(config, "slice_config", None) or {}

@@ -24,26 +24,29 @@ class PlansMedia:
 
     @property
     def clip_sampling(self) -> str:
-        """A description of how a video file is sampled; empty if `video_config` contains it all."""
+        """A description of the video sampling; empty if `video_config` contains all of it."""
         return ""
 
     def extents(self: Any, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
-        """Return the `media_tokens` that `patchify` would report for each item, without touching a pixel."""
+        """Return the `media_tokens` that `patchify` would report for each item, without processing pixels."""
         return self._each(
             media, self._image_extents, lambda video: self._video_extents(video, self._video_layout(video))
         )
 
     def layout_of(self: Any, medium: Image.Image | Video) -> Any:
-        """Return the layout that `patchify` gives a decoded item, from its size; ValueError for unsupported video."""
+        """Return the layout that `patchify` gives a decoded item, from its size.
+
+        Raise ValueError for an unsupported video.
+        """
         if not isinstance(medium, Video):
             return self._image_layout(medium)
         self._check_takes_videos()
         return self._video_layout(medium)
 
     def pieces(self: Any, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """Yield (layout, patch rows) of an item's consecutive parts one by one; their encodings can be concatenated.
+        """Yield (layout, patch rows) for consecutive parts of an item, one by one; their encodings can be concatenated.
 
-        A part of a video has at most max_tokens tokens, or is a single grid step. An image is one part.
+        A part of a video has at most max_tokens tokens, or consists of a single grid step. An image is one part.
         """
         if isinstance(medium, Video):
             yield from self._video_pieces(medium, max_tokens)

@@ -1,6 +1,6 @@
 """Qwen2.5-VL's prompts: an image or a video is one run of equal tokens between two special tokens.
 
-The times of a video are not written out; they scale the time axis of its positions.
+The prompt does not contain the times of a video; they scale the time axis of its positions.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         return self.media_tokens("video", layout, self.video_config.temporal_patch_size / video.fps)
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return an item's extents; only a video's time axis is scaled."""
+        """Return an item's extents; only the time axis of a video is scaled."""
         t, h, w = layout
         t_factor = 1.0
         if kind == "video":

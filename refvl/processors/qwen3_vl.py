@@ -3,9 +3,9 @@
     <0.3 seconds><|vision_start|> tokens <|vision_end|><1.3 seconds><|vision_start|> tokens <|vision_end|>
 
 A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. In the
-positions, each frame is a separate item. EVS may drop the tokens of a frame, but never its timestamp. These special
-tokens replace those that the chat template writes around a video, as in transformers 4.57; transformers from 5.10 on
-and vLLM 0.32 keep the outer ones as well.
+positions, each frame is a separate item. EVS may drop the tokens of a frame, but it never drops the timestamp. As in
+transformers 4.57, these special tokens replace those that the chat template writes around a video. transformers from
+5.10 on and vLLM 0.32 also keep the outer tokens.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Qwen3VLProcessor(ChatProcessor):
     def load_video(self, source, options: dict) -> Video:
         """Sample a file evenly with the checkpoint's rate and limits, unless the message sets them.
 
-        options: fps, min_frames, max_frames, or num_frames alone. Frames in memory count as sampled already.
+        options: fps, min_frames, max_frames, or num_frames alone. Frames in memory count as already sampled.
         """
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
@@ -50,7 +50,7 @@ class Qwen3VLProcessor(ChatProcessor):
         return FramewiseMedia("video", thw, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of an item: an image's token repeated, or a video's frames, each preceded by its timestamp."""
+        """Return an item's ids: an image's token repeated, or a video's frames, each preceded by its timestamp."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -81,7 +81,7 @@ def even_indices(
     total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
     num_frames: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return indices of `fps` frames per second within the limits, or `num_frames`, evenly from first to last frame.
+    """Return the indices of `fps` frames per second within the limits, or of `num_frames`, from first to last frame.
 
     Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
 

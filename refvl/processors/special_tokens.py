@@ -1,8 +1,8 @@
-"""A caller's strings are text: `<|im_end|>` in a question ends no turn, and `<|image_pad|>` requests no image.
+"""A caller's strings are text: `<|im_end|>` in a question does not end a turn, and `<|image_pad|>` is no image.
 
-`render_flagged` puts a flag, a character that occurs nowhere else, before every place in the caller's strings at which
-a special token could begin. `encode_flagged` removes the flags and spells the special tokens that begin there as
-ordinary text. A prompt without special tokens skips all this and is tokenized unchanged.
+`render_flagged` inserts a flag, a character that occurs nowhere else, at every position in the caller's strings at
+which a special token could begin. `encode_flagged` removes the flags and tokenises the special tokens that begin there
+as plain text. A prompt without special tokens skips these steps and is tokenised unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a mea
 
 
 class SpecialTokensAsText:
-    """The part of a `ChatProcessor` that spells a caller's special tokens as text."""
+    """The part of a `ChatProcessor` that tokenises a caller's special tokens as plain text."""
 
     def render_flagged(self: Any, messages: Sequence[dict], written: str) -> tuple[str, str]:
-        """Return the prompt as text with flags in it, and the flag. written: all strings of the caller."""
+        """Return the prompt as text that contains flags, and the flag. written: all strings that the caller wrote."""
         flag = next(character for character in PRIVATE_USE if character not in written)
         firsts = {token[0] for token in self.reserved_texts}
         flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
@@ -38,7 +38,8 @@ class SpecialTokensAsText:
     def spell(self: Any, token: str) -> list[int]:
         """Return the ids of a special token's characters, as if there were no special tokens.
 
-        This equals `split_special_tokens=True`, but that is a state of the tokenizer, which other threads would see.
+        This equals `split_special_tokens=True`, but that setting is part of the tokenizer, so it would affect other
+        threads.
         """
         backend = self.tokenizer.backend_tokenizer
         words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]
@@ -52,7 +53,7 @@ class SpecialTokensAsText:
 
     @cached_property
     def reserved_texts(self: Any) -> list[str]:
-        """The strings that are only text if a caller writes them."""
+        """The strings that count as plain text if a caller writes them."""
         added = self.tokenizer.added_tokens_decoder
         return [added[i].content for i in self.reserved_ids if i in added]
 

@@ -5,7 +5,7 @@
     <im_start> 169 x <im_patch> <im_end>
 
 These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, and the
-text above replaces it. Positions count every token, so only the special tokens show where a crop is. Videos are not
+text above replaces it. Positions count every token, so only the special tokens indicate where a crop is. Videos are not
 supported. Upstream: `Step3VLProcessor` (vLLM).
 """
 
@@ -29,7 +29,10 @@ NO_VIDEO_ID = -1  # no token stands for a video
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CroppedMedia(MediaTokens):
-    """An image as squares, each a separate run of tokens: crops first, the overview last. thw is (1, 1, all tokens)."""
+    """An image as squares, each in a separate run of tokens: crops first, the overview last.
+
+    Thw is (1, 1, all tokens).
+    """
 
     layout: CropLayout
     crop_side: int  # merged tokens
@@ -41,12 +44,18 @@ class CroppedMedia(MediaTokens):
 
 
 class Step3VLProcessor(ChatProcessor):
-    """Step3-VL's processor. Sizes come from the config: the release has no preprocessor file. Layouts: `CropLayout`."""
+    """Step3-VL's processor.
+
+    Sizes come from the config, because the release has no preprocessor file. Layouts: `CropLayout`.
+    """
 
     no_video = "videos: Step3-VL accepts images only; pass the frames of a video as images"
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
-        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
+        """Build a processor.
+
+        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        """
         self.config, self.tokenizer = config, tokenizer
         self.image_config = CropConfig.from_hf(config)
         self.video_config = None
@@ -56,7 +65,10 @@ class Step3VLProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Step3VLProcessor":
-        """Load tokenizer and chat template from a checkpoint folder; ValueError, naming it, if they are missing."""
+        """Load the tokenizer and chat template from a checkpoint folder.
+
+        Raise ValueError naming the folder if they are missing.
+        """
         return cls(config, load_tokenizer(folder))
 
     @cached_property
@@ -69,7 +81,7 @@ class Step3VLProcessor(ChatProcessor):
 
     @property
     def largest_picture(self) -> int:
-        """The number of tokens of a square image with the largest side."""
+        """The number of tokens of a square image with the largest allowed side."""
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.media_tokens("image", plan.layout).num_tokens
 
@@ -90,7 +102,7 @@ class Step3VLProcessor(ChatProcessor):
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
-        """Return the ids of crops and overview between their special tokens, filled with `token`."""
+        """Return the ids of crops and overview between their special tokens; `token` fills them."""
         ids = self.mark_ids
         crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
         overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]

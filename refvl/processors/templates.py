@@ -1,12 +1,12 @@
-"""Chat templates of checkpoint folders: programs by strangers, rendered within limits.
+"""Chat templates of checkpoint folders are programs by strangers, so they are rendered within limits.
 
     is_plain(template)   yes: transformers renders it in this process, as always
                          no:  `render_in_child` renders each prompt within seconds of CPU time, bytes and characters
 
-The work of a plain template is proportional to the request. It loops over the messages and the parts of each, and
-stores only numbers and parts of the request; so do the templates of the released families. Any other template may be
-harmless, too, but only limits can guarantee that. Harmful are `'a' * 10**10`, a loop in a loop over all messages, a
-text doubled 40 times.
+The work of a plain template is proportional to the size of the request. It loops over the messages and their parts, and
+stores only numbers and parts of the request. The templates of the released families meet this condition. Other
+templates may also be harmless, but only limits can guarantee that. Examples of harmful constructs are `'a' * 10**10`, a
+loop in a loop over all messages, and a text doubled 40 times.
 """
 
 import os
@@ -27,7 +27,7 @@ PATIENCE = 60  # the limit of wall-clock time in seconds, for a busy machine
 MEMORY = 2**28  # the limit of address space in bytes, in addition to the process's own
 CHARACTERS = 2**23  # of a rendered prompt
 WHOLE = {"messages", "tools", "documents"}  # names of the request's parts in transformers
-METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # none makes a string longer
+METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # none of these makes a string longer
 FILTERS = {"trim", "first", "last", "list", "default", "length", "count", "tojson", "string"}
 PLAIN = (
     nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef, nodes.Getattr, nodes.Getitem, nodes.Slice,
@@ -39,11 +39,11 @@ LONGEST = 2**14  # the maximum number of characters of a plain template
 
 
 class Refused(Exception):
-    """A construct whose work or text may grow faster than the request."""
+    """A construct whose work or text may grow faster than the size of the request."""
 
 
 def is_plain(template: str) -> bool:
-    """Return whether a template does work in proportion to the request; False also if it cannot be parsed."""
+    """Return whether a template's work is proportional to the request; also False if the template cannot be parsed."""
     if len(template) > LONGEST:
         return False
     try:
@@ -57,7 +57,10 @@ def is_plain(template: str) -> bool:
 
 
 class _Walk:
-    """One walk over a template's tree, which raises `Refused`. loop: the innermost loop around a node."""
+    """One walk over a template's tree; it raises `Refused` for a construct that is not allowed.
+
+    loop: the innermost loop around a node.
+    """
 
     def __init__(self, tree: nodes.Template):
         kept: list[Any] = [(node.target, node.node) for node in tree.find_all(nodes.Assign)]
@@ -92,7 +95,7 @@ class _Walk:
             case nodes.Assign():
                 self._check_assignment(node, loop)
         if _spells(node):
-            _require(sum(map(_spells, _below(node))) == 1)  # each level would double the inner one's backslashes
+            _require(sum(map(_spells, _below(node))) == 1)  # each level would double the backslashes of the inner one
         if loop is not None:
             is_read = isinstance(node, (nodes.Output, nodes.Assign, nodes.Filter, nodes.Call)) and not _is_count(node)
             operands = [node.expr, *(operand.expr for operand in node.ops)] if isinstance(node, nodes.Compare) else []
@@ -100,11 +103,11 @@ class _Walk:
                 self._check_texts(read, loop)
         for child in node.iter_child_nodes():
             if isinstance(child, nodes.Name) and child.ctx == "load" and child.name in self.namespaces:
-                _require(isinstance(node, nodes.Getattr))  # a namespace inside a namespace would be written many times
+                _require(isinstance(node, nodes.Getattr))  # nested namespaces would be written many times
             self.check(child, node if isinstance(node, nodes.For) and child is not node.iter else loop)
 
     def _check_loop(self, node: nodes.For, loop: Any) -> None:
-        """Require that a loop goes over the messages, and a loop inside it over a part of the current message."""
+        """Require that a loop goes over the messages, or, inside such a loop, over a part of the current message."""
         root: Any = node.iter
         target: Any = node.target
         while isinstance(root, (nodes.Getattr, nodes.Getitem)):
@@ -116,7 +119,7 @@ class _Walk:
         self.loop_of[target.name] = node  # a later loop may reuse the name
 
     def _check_assignment(self, node: nodes.Assign, loop: nodes.For | None) -> None:
-        """Require that the value is a number, a part of the request, or one stored text with such parts added."""
+        """Require that the value is a number, a part of the request, or one stored text plus such parts."""
         _require(isinstance(node.target, (nodes.Name, nodes.NSRef)) and not any(map(_spells, _below(node.node))))
         if not all(_is_number(part) for part in _below(node.node) if isinstance(part, nodes.Add)):
             _require(sum(name in self.assigned for name, _ in _texts(node)) <= 1)  # x + x would double
@@ -125,7 +128,7 @@ class _Walk:
             _require(name not in WHOLE and self.loop_of.setdefault(name, loop) is loop)
 
     def _check_texts(self, node: nodes.Node, loop: nodes.For) -> None:
-        """Require that a loop reads, writes and stores parts of its current item, not something whole at every step."""
+        """Require that a loop reads, writes and stores only parts of its current item, nothing whole at every step."""
         for name, attr in _texts(node):
             if name in self.namespaces:
                 _require(attr not in self.texts)
@@ -145,7 +148,7 @@ def _below(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def _texts(node: nodes.Node, attr: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names whose values may be in a node's value, each with the attribute that is read."""
+    """Yield the names whose values may occur in a node's value, each with the attribute that is read."""
     if isinstance(node, nodes.Name):
         yield node.name, attr
     elif isinstance(node, nodes.CondExpr):
@@ -188,9 +191,9 @@ def _spells(node: nodes.Node) -> bool:
 
 
 def render_in_child(render: Callable[..., str], *args: Any, **options: Any) -> str:
-    """Return `render(...)`, called in a forked child whose time, memory and output are limited.
+    """Return `render(...)`, called in a forked child process whose time, memory and output are limited.
 
-    Raises ValueError with the reason. The child runs only the template and exits without any clean-up.
+    Raises ValueError with the reason. The child process runs only the template and exits without any cleanup.
     """
     read, write = os.pipe()
     with warnings.catch_warnings():
@@ -213,7 +216,7 @@ def render_in_child(render: Callable[..., str], *args: Any, **options: Any) -> s
 
 
 def _render_and_exit(write: int, render: Callable[[], str]) -> None:
-    """Render in the child, write the result into the pipe, and exit."""
+    """Render in the child process, write the result into the pipe, and exit."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -234,7 +237,7 @@ def _render_and_exit(write: int, render: Callable[[], str]) -> None:
 
 
 def _read(pipe: int, most: int) -> bytes:
-    """Return what the child writes until it ends, up to `most` bytes; nothing if it takes too long."""
+    """Return the child's output until it ends, up to `most` bytes; return nothing if it takes too long."""
     said, end = bytearray(), time.monotonic() + PATIENCE
     while len(said) < most:
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))

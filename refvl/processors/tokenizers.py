@@ -25,13 +25,13 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
         return None
     try:
         tokenizer = read(folder)
-    except Exception as error:  # transformers and tokenizers raise errors of all kinds
+    except Exception as error:  # transformers and tokenizers can raise any kind of error
         for file in sorted(folder.glob("*.json")):
-            read_json(file)  # if this file is the damaged one, this raises an error of its own
+            read_json(file)  # if this file is the damaged one, this call raises its own error
         raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
         raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")
-    file = folder / "chat_template.json"  # older checkpoints store the template there
+    file = folder / "chat_template.json"  # older checkpoints store the template in this file
     older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
     tokenizer.chat_template = tokenizer.chat_template or older or template
     if not str(tokenizer.chat_template or "").strip():

@@ -8,16 +8,16 @@
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
-names. So transformers + PEFT and serving engines can read the adapters that it saves, and refvl can read theirs. PEFT
-replaces the model's layers with its own; from then on, chat, trace, encode and graphs use them. `attach` returns
-PEFT's own model, which switches, merges, unmerges and saves adapters.
+names. So transformers with PEFT and serving engines can read the adapters that refvl saves, and refvl can read theirs.
+PEFT replaces the model's layers with its own; from then on, chat, trace, encode and graphs use them. `attach` returns a
+PEFT model, which switches, merges, unmerges and saves adapters.
 
-"served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True`, it silently ignores the
-layers of the tower and the connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no
-DoRA and no `modules_to_save`.
+"served" lists the parts for which vLLM 0.32 supports adapters. Without `enable_tower_connector_lora=True`, vLLM
+silently ignores the layers of the tower and the connector. It accepts one adapter per request, of ranks up to
+`max_lora_rank` (16), but it does not accept DoRA or `modules_to_save`.
 
 An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its quantised form in
-transformers. Convolutions (patch embedding, GLM's downsampling) and tables are not adapted.
+transformers. Convolutions (patch embedding, GLM's downsampling) and position tables are not adapted.
 """
 
 import re
@@ -60,7 +60,7 @@ class LayerNames:
     renamed: dict[str, str]
 
     def part(self, name: str) -> str:
-        """Return the one of `PARTS` to which the layer `name` belongs."""
+        """Return the name in `PARTS` of the part to which the layer `name` belongs."""
         text = tuple(f"{place}." for place, home in self.places.items() if home.startswith("language_model"))
         if f"{name}.".startswith(text):
             return "language_model"
@@ -74,7 +74,7 @@ class LayerNames:
 GRIDS = LayerNames(
     {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
     ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
-    {  # names from before transformers 4.52, from vLLM, and from a text model that was trained alone
+    {  # layer names from before transformers 4.52, from vLLM, and from a text model that was trained alone
         r"^model\.(?=visual\.|vision_tower\.|merger\.|language_model\.)": "model.",
         r"^visual\.": "model.visual.",
         r"^language_model\.lm_head\b": "lm_head",
@@ -111,7 +111,7 @@ def layer_names(family: Any) -> LayerNames:
 def layers(model, *parts: str) -> list[str]:
     """Return the names of all adaptable layers of some `PARTS`, for `LoraConfig(target_modules=...)`; default: all.
 
-    The output head is left out, as in PEFT's "all-linear". Raises ValueError for unknown parts.
+    The output head is omitted, as in PEFT's "all-linear". Raises ValueError for unknown parts.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"parts: expected only {', '.join(PARTS)}, got {unknown[0]!r}")
@@ -122,8 +122,8 @@ def layers(model, *parts: str) -> list[str]:
 def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     """Attach an adapter to a model and activate it; return PEFT's model and store it as `model.adapters`.
 
-    adapter: a folder or hub id of an adapter that PEFT saved for this model, here or in transformers; or a
-    `peft.LoraConfig` for a new adapter that you will train. name: the name of this adapter, if there are several. hub:
+    adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or transformers. For a new
+    adapter that you will train, pass a `peft.LoraConfig`. name: the name of this adapter, if there are several. hub:
     `revision` and similar arguments, see `refvl.checkpoints.download`. PEFT's model does the rest:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
@@ -133,8 +133,8 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
     ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
-    LoRA adapter, for layers that are missing or cannot be adapted, and for weights that do not fit. No part of an
-    adapter is ignored, and after an error the model is unchanged.
+    LoRA adapter. Also raises for layers that are missing or cannot be adapted, and for weights that do not fit. No part
+    of an adapter is ignored, and after an error the model is unchanged.
     """
     try:
         import peft
@@ -212,7 +212,7 @@ class _Names(nn.Module):
 
 
 def _by_name(model) -> nn.Module:
-    """Return the model's parts as one module, with transformers' names."""
+    """Return the model's parts as one module with transformers' names."""
     root = _Names()
     for place, home in layer_names(model.family).places.items():
         *above, name = place.split(".")
@@ -270,7 +270,9 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
     no_numbers = [f"{key} has {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
     if no_numbers := no_numbers or [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got others in {_some(no_numbers)}")
+        raise ValueError(
+            f"adapter: {folder / WEIGHTS}: expected finite floats, got other values in {_some(no_numbers)}"
+        )
     of_layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         layer, *which = OF_LORA.split(key)
@@ -292,7 +294,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
 
 
 def _check_plain(values: dict, name: str) -> None:
-    """Raise ValueError if a config of PEFT asks for one of `VARIANTS`."""
+    """Raise ValueError if a PEFT config requires one of `VARIANTS`."""
     for field in sorted(VARIANTS):
         value = values.get(field)
         if value is not None and value is not False:
@@ -312,7 +314,7 @@ def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
 
 
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Return layer -> rank; raise ValueError for layers that do not exist and for matrices that do not fit."""
+    """Return layer -> rank; raise ValueError for layers that do not exist or matrices that do not fit."""
     if not found:
         raise ValueError(f"adapter: {folder / WEIGHTS}: contains no weights")
     if unknown := found.keys() - layers.keys():

@@ -1,4 +1,4 @@
-"""Many requests: as many as fit are decoded together; each has its own media, limits and errors."""
+"""Many requests: as many as fit are decoded together, and each has its own media, limits and errors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import clear_frames
@@ -28,18 +28,19 @@ def chat_batch(
     progress: bool = True,
     **generate_kwargs,
 ) -> list:
-    """Answer independent requests, in order, decoded together with left padding.
+    """Answer independent requests, in order, decoding them together with left padding.
 
-    requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`, and with
-    `max_new_tokens` and `pruning_rate` if they differ from the arguments below. batch_tokens: consecutive requests are
-    decoded together as long as their number times the length of the longest, including its answer, does not exceed
-    this limit; a longer request runs alone. return_exceptions: an error of a request takes the place of its answer,
-    and the other requests continue; otherwise the first error is raised. progress: a progress bar, after two seconds.
-    Raises ValueError or TypeError naming `requests[i]` for other keys.
+    requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`. A request may also set
+    `max_new_tokens` and `pruning_rate` if they differ from the arguments below. batch_tokens: a limit on the number of
+    requests in a batch times the length of the longest one, including its answer. Consecutive requests are decoded
+    together within this limit; a longer request runs alone. return_exceptions: if a request fails, its error takes the
+    place of its answer, and the other requests continue; otherwise the first error is raised. progress: whether to show
+    a progress bar, after two seconds. Raises ValueError or TypeError naming `requests[i]` for other keys.
 
-    Padding and batching change an answer only if the best two tokens differ by less than rounding. A batch takes as
-    long as its longest answer, and the next batch begins only after that. For many users or a steady load, use a
-    serving engine, which adds and removes requests at every token (`refvl.serving.handover` passes it the embeddings).
+    Padding and batching change an answer only if the logits of the best two tokens differ by less than rounding. A
+    batch takes as long as its longest answer, and the next batch begins only after that. For many users or a steady
+    load, use a serving engine, which adds and removes requests at every token (`refvl.serving.handover` passes it the
+    embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -60,10 +61,10 @@ def chat_batch(
 def answer_each(
     model: Any, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """Yield the answers of `chat_batch` one by one, as batches are done.
+    """Yield the answers of `chat_batch` one by one as batches finish.
 
-    requests: an exception in place of an unreadable request is its own answer. common: default arguments for requests
-    that do not set them.
+    requests: an exception in place of an unreadable request is returned as its answer. common: default arguments for
+    requests that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
@@ -102,7 +103,7 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
 def _answers_or_errors(
     model: Any, made: list[Trace | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """Yield an answer, cut at its own limit, for every trace; the requests of a failed batch are retried one by one."""
+    """Yield an answer, cut at its own limit, for every trace; if a batch fails, its requests are retried one by one."""
     traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
     answers = dict[int, str]()
     try:
@@ -112,7 +113,7 @@ def _answers_or_errors(
             ids = model.decode(list(traces.values()), most, **options).sequences.tolist()
             answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
     except Exception as error:
-        clear_frames(error.__traceback__)  # the traceback's frames refer to the batch's tensors
+        clear_frames(error.__traceback__)  # the traceback's frames keep references to the batch's tensors
         if len(made) == 1:
             made = [error]
     for i, trace in enumerate(made):
@@ -127,7 +128,7 @@ def _answers_or_errors(
 def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
     """Answer prepared prompts, decoded together. To see the effect of a trace's positions, change them first.
 
-    Only input_ids, inputs_embeds, deepstack and positions of each trace are used.
+    Only the input_ids, inputs_embeds, deepstack and positions of each trace are used.
     """
     model.check_options("answers", generate_kwargs, max_new_tokens)
     if not traces:

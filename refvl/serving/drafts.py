@@ -20,7 +20,7 @@ from refvl.study.report import Trace
 def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Trace, dict]:
     """Read a request, in chunks if requested; return `options` with the caches of the model and of its assistant.
 
-    Raises ValueError for an assistant that tokenizes the prompt differently.
+    Raises ValueError for an assistant that tokenises the prompt differently.
     """
     if prefill_chunk is not None:
         model.family.require("chunks")
@@ -34,7 +34,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
         with trace.stage("assistant"):
             read = read_in_chunks(assistant, prefill_chunk or model.max_context, request)
         if not torch.equal(read.full_ids, trace.full_ids):
-            raise ValueError("assistant_model: expected the same token ids for this prompt, got others")
+            raise ValueError("assistant_model: expected the same token ids for this prompt, got different ones")
         options = options | {"assistant_model": Assistant(assistant.language_model, read.cache)}
     return trace, with_cache(model.language_model, [trace], options)
 
@@ -42,7 +42,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
 def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
     """Add `past_key_values` to `options` if the prompt was read in chunks or the answer uses drafts.
 
-    Drafts need it, because transformers would otherwise return to ids, in which media are placeholders. Raises
+    Drafts need this, because transformers would otherwise go back to the ids, in which media are placeholders. Raises
     ValueError for drafts of several prompts.
     """
     draft = draft_option(language_model, options)
@@ -60,7 +60,7 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
 
 
 def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
-    """Return keys and values of all tokens but the last, from one forward."""
+    """Return the keys and values of all tokens except the last, computed in one forward."""
     cache = language_model.cache_class(config=language_model.config)
     embeds = trace.inputs_embeds[None, :-1]
     if embeds.shape[1]:
@@ -69,15 +69,15 @@ def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
 
 
 class Assistant:
-    """A text model that has already read the prompt with its media; transformers' assistants draft from ids alone."""
+    """A text model that has already read the prompt with its media; transformers' assistants draft only from ids."""
 
     def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache
-        cache.activate_past_recording()  # transformers does so for its own caches
+        cache.activate_past_recording()  # transformers does the same for its own caches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.language_model, name)
 
     def generate(self, **options) -> Any:
-        """Call transformers' `generate`, which passes a call's cache to the next call, but none to the first."""
+        """Call transformers' `generate`, which passes a call's cache to the next call, but none to the first call."""
         return self.language_model.generate(**({"past_key_values": self.cache} | options))

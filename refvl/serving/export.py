@@ -4,9 +4,9 @@
     rank   -> batches of media -> shards of its own, each renamed once it is written in full
     rank 0 -> manifest.json: image or video -> shard, layout, tokens, pixels, state of the file, digest of the inputs
 
-The headers of the shards alone show which media are finished (`shards.py`); these are compared with the files as they
-are now (`images.py`). The same command continues a run that was killed, with any number of ranks; at most one
-unfinished shard per rank is lost.
+The headers of the shards alone record which media are finished (`shards.py`); they are compared with the current files
+(`images.py`). The same command continues a run that was killed, with any number of ranks; each rank loses at most one
+unfinished shard.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from refvl.checks import check_positive_int
 from refvl.graphs.weights import adapter_switches
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
-from refvl.serving.handover import read_embeddings as read_embeddings  # public here as well
+from refvl.serving.handover import read_embeddings as read_embeddings  # also public in this module
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
 from refvl.serving.model import VLM
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
@@ -48,7 +48,7 @@ def encode_folder(
     force: bool = False,
     progress: bool = True,
 ) -> dict:
-    """Encode every image and video in `folder` that `out` does not contain yet; return the manifest, on every rank.
+    """Encode every image and video in `folder` that `out` does not yet contain; return the manifest, on every rank.
 
     folder: a folder, a .tar file, or a text file that lists paths, see `find_media`; videos count if the model accepts
         them.
@@ -87,11 +87,10 @@ def encode_folder(
 
 
 def describe_model(vlm: VLM) -> dict:
-    """Describe a model for continuing a run: family, dtype, and a digest of configs, adapters and weights must be
-    equal.
+    """Describe a model for continuing a run; its family, dtype, and digest of configs, adapters and weights must match.
 
-    The text model's files do not affect embeddings, so they may change. The digest reads every byte of the encoder:
-    about a second per GB if the processor has instructions for SHA-256.
+    The text model's files do not affect embeddings, so they may change. The digest reads every byte of the encoder: it
+    takes about a second per GB if the CPU has instructions for SHA-256.
     """
     encoder: Any = vlm.encoder
     settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}"
@@ -108,7 +107,7 @@ def describe_model(vlm: VLM) -> dict:
 
 
 def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
-    """Return rank 0's result of `work` on every rank, or raise its error, so no rank waits for a stopped one."""
+    """Return rank 0's result of `work` on every rank, or raise its error, so no rank waits for a rank that stopped."""
     told: list = [None]
     if rank == 0:
         try:
@@ -123,7 +122,7 @@ def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
 
 
 def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
-    """Return the item with its number of patch rows, 0 if unreadable. A video counts as a full batch."""
+    """Return the item with its number of patch rows, or with 0 if it cannot be read. A video counts as a full batch."""
     if image.stamp is None:  # opening a pipe would block
         return image
     if image.is_video:
@@ -138,7 +137,7 @@ def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
 
 
 def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, dict]:
-    """Return manifest entries of the images in `out`, from the shards' headers, except for files that changed since."""
+    """Return manifest entries for the images in `out`, from the shards' headers, except for files that have changed."""
     finished, now = {}, {image.name: image for image in images}
     for path in sorted(out.glob(SHARDS)):
         for name, entry in read_header(path, model).items():
@@ -151,7 +150,7 @@ def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, 
 
 
 def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
-    """Take the next images off the queue: at most `room`, and BATCH_PATCHES patch rows in total, or one image."""
+    """Take the next images off the queue: at most `room` images and BATCH_PATCHES patch rows, or a single image."""
     batch = [waiting.popleft()]
     rows = batch[0].rows
     while waiting and len(batch) < room and (rows := rows + waiting[0].rows) <= BATCH_PATCHES:
@@ -160,7 +159,10 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """Encode the readable images; note the reasons of others in `unreadable`. A failed batch is retried one by one."""
+    """Encode the readable images; record the reasons for the others in `unreadable`.
+
+    If a batch fails, its images are retried one by one.
+    """
     decoded, encoded = {}, Encoded()
     for file in images:
         with _noted(file.name, unreadable):
@@ -175,9 +177,9 @@ def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, s
 
 @contextmanager
 def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
-    """Note any error, including a lack of memory, in one line of UTF-8, and continue.
+    """Record any error, including a lack of memory, in one line of UTF-8, and continue.
 
-    The line begins with the type of the error unless refvl writes such messages itself.
+    The line begins with the type of the error unless refvl wrote the message itself.
     """
     try:
         yield
@@ -187,7 +189,7 @@ def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
 
 
 def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
-    """Return the image or video and its entry for the manifest, which also describes its file."""
+    """Return the image or video and its manifest entry, which also describes its file."""
     stamp = file.read_stamp()
     if stamp is None:
         raise ValueError("expected a regular file, got none")

@@ -5,9 +5,9 @@
     media = vllm_inputs("outputs/embeddings", ["coffee.jpg"])
     llm.generate({"prompt": prompt, "multi_modal_data": media})
 
-A limit of 0 means that no vision tower is loaded. The prompt is the chat template's text, with one placeholder per
-item. vLLM 0.32 accepts embeddings of Qwen2.5-VL and MiniCPM-V (from 2.6 on, images), but of no other family. Field
-names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`, `Qwen2_5_VLVideoEmbeddingInputs` and
+If a limit is 0, no vision tower is loaded. The prompt is the chat template's text, with one placeholder per
+item. vLLM 0.32 accepts embeddings of Qwen2.5-VL and of MiniCPM-V (images only, from 2.6 on), but of no other family.
+Field names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`, `Qwen2_5_VLVideoEmbeddingInputs` and
 `MiniCPMVImageEmbeddingInputs`.
 """
 
@@ -25,16 +25,16 @@ from refvl.checks import blame, read_json
 
 MANIFEST = "manifest.json"
 ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
-PATCHES = 4  # patches per embedding in every Qwen2.5-VL
+PATCHES = 4  # the number of patches per embedding in every Qwen2.5-VL
 
 
 def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
-    folder: the output of `refvl encode`. names: names from its manifest. Raises FileNotFoundError for any other
-    folder, KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a
-    family whose embeddings vLLM does not accept, for MiniCPM-V's videos, and for a manifest that points outside the
-    folder or does not match the embeddings.
+    folder: the output of `refvl encode`. names: names from its manifest. Raises FileNotFoundError for a folder without
+    a manifest, KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a
+    family whose embeddings vLLM does not accept, and for MiniCPM-V's videos. Also raises it if the manifest points
+    outside the folder or does not match the embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -58,9 +58,9 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 
 
 def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
-    """Return an item's entry in the manifest and its embeddings (tokens, width); KeyError if it has none.
+    """Return an item's manifest entry and its embeddings (tokens, width); raise KeyError if there is no entry.
 
-    Raises ValueError if the two contradict each other, and for a shard outside the folder.
+    Raises ValueError if the two contradict each other, or for a shard outside the folder.
     """
     with blame(f"folder: {out / MANIFEST} was not written by `refvl encode`"):
         entry = (manifest["images"] | manifest["videos"]).get(name, {"shard": None, "tokens": 0})
@@ -78,7 +78,7 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
 
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """Concatenate all media of a kind, with their grids in patches; a video also has the length of its time steps."""
+    """Concatenate all media of a kind, with their grids in patches; a video also has the duration of its time steps."""
     for entry in entries:
         grid = entry["layout"]
         if not is_grid(grid) or math.prod(grid) != PATCHES * entry["tokens"]:

@@ -1,9 +1,10 @@
-"""The media to encode: which files they are, their names in a manifest, and whether one has changed.
+"""The media to encode: their files, their names in a manifest, and a check whether one has changed.
 
-A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder count
-as well. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
-If only the times differ, the digest of its bytes decides. So a file that was touched or copied is unchanged; a file
-that was overwritten by, or swapped with, a different file of the same size is not.
+A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder are
+also read. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
+If only the times differ, the digest of its bytes decides whether the file has changed. So a file that was touched or
+copied counts as unchanged. A file that was overwritten by, or swapped with, a different file of the same size counts as
+changed.
 """
 
 import hashlib
@@ -37,7 +38,9 @@ def is_video(item: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MediaFile:
-    """A file to encode. name: see `media_name`; stamp: see `read_stamp`; rows: patch rows, if known yet.
+    """A file to encode.
+
+    name: see `media_name`; stamp: see `read_stamp`; rows: the number of patch rows, if already known.
 
     begin, size: the bytes of an image in the tar file at `path`; None: the file itself.
     """
@@ -77,15 +80,15 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     """Find media by suffix, sorted by name: images that Pillow can open and, with `videos`, also videos.
 
     source: a folder (searched recursively), a .tar file, or a text file with one path per line, relative to that file.
-    In tar files only images are found. Links to folders are not followed. A listed path that does not exist has no
+    In tar files, only images are found. Links to folders are not followed. A listed path that does not exist has no
     stamp, and neither does a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if the source
-    does not exist or if none of the listed files exists, and OSError for a folder that cannot be listed. Raises
+    does not exist, or if none of the listed files exists. Raises OSError if a folder cannot be listed. Raises
     ValueError if nothing is found, a list names a file that is not an image, or a tar file cannot be read.
     """
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
-    found = dict[str, MediaFile]()  # by name, because paths or tar members may repeat; the last counts
+    found = dict[str, MediaFile]()  # by name, because paths or tar members may repeat; the last one counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar" and path.is_file():
@@ -125,7 +128,7 @@ def _listed(file: Path) -> Iterator[Path]:
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """Yield the images in a tar file, named after the file and the member; other members, such as labels, are not read.
+    """Yield the images in a tar file, named after the file and the member; other members, such as labels, are skipped.
 
     A hard link counts as its target if the target is a file in the archive. Any other link has no stamp.
     """
@@ -168,7 +171,7 @@ def media_name(path: PurePath) -> str:
 
 
 def read_stamp(path: Path) -> tuple[int, ...] | None:
-    """Return (bytes, mtime in ns, ctime in ns); None for a broken link, a pipe or a device."""
+    """Return (bytes, mtime in ns, ctime in ns), or None for a broken link, a pipe or a device."""
     try:
         found = path.stat()
     except OSError:

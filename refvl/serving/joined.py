@@ -1,8 +1,8 @@
-"""gate and up in one matmul on a GPU, which saves one kernel in every block of a tower with SwiGLU.
+"""One matmul for gate and up on a GPU, which saves one kernel in every block of a tower with SwiGLU.
 
-Both weights are moved into one block of memory, gate's rows first. They are still two parameters with the checkpoint's
-names, so they can be saved, adapted and inspected as before. If they are no longer in one block, or if a layer was
-replaced or has hooks, the two matmuls are computed one after the other.
+Both weights are moved into one block of memory, gate's rows first. They remain two parameters with the checkpoint's
+names, so they can be saved, adapted and inspected as before. The two matmuls are computed one after the other if the
+weights are no longer in one block. The same applies if a layer was replaced or has hooks.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def join_gate_up(model: Any) -> None:
 
 
 def both(module: Any, x: Tensor) -> Tensor | None:
-    """Return silu(gate(x)) * up(x) by one matmul, or None if that is impossible or if hooks must see both layers."""
+    """Return silu(gate(x)) * up(x) from one matmul, or None if that is impossible or if hooks must see both layers."""
     gate, up = module.gate_proj, module.up_proj
     is_plain = type(gate) is nn.Linear and type(up) is nn.Linear and not has_hooks(module)
     if not is_plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -61,7 +61,7 @@ def both(module: Any, x: Tensor) -> Tensor | None:
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor | None:
-    """Return a view of two tensors that are adjacent in the same memory, else None."""
+    """Return a view of two tensors that are adjacent in the same memory, otherwise None."""
     follows = second.storage_offset() == first.storage_offset() + first.numel()
     if not follows or second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None

@@ -1,9 +1,9 @@
 """Linear layers on a CPU use torch's default kernel or oneDNN's, whichever is faster on this machine.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. There oneDNN takes less than
-half the time; on Intel both take about the same time. oneDNN reads torch's weights in place. Each layer keeps its
-weights, so you can save, move, change, adapt and watch them as before. The kernel is private to torch: if a release
-lacks it, or changes its arguments, torch's default is used.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. On AMD processors, oneDNN takes
+less than half the time; on Intel, both take about the same time. oneDNN reads torch's weights in place. Each layer
+keeps its weights, so you can save, move, change, adapt and inspect them as before. The kernel is private to torch: if a
+release lacks it, or changes its arguments, torch's default is used.
 """
 
 import time
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
-MIN_WORK = 2**22  # multiplications per call; below this, the call itself costs more than oneDNN saves
-FASTER = 1.3  # oneDNN has to reach this speed-up, so a busy moment does not decide
+MIN_WORK = 2**22  # multiplications per call; below this number, the call itself costs more than oneDNN saves
+FASTER = 1.3  # oneDNN has to reach this speed-up, so that a busy moment does not decide
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear that uses oneDNN's kernel if it can: in float32 on a CPU, for several rows, without gradients."""
+    """An nn.Linear that uses oneDNN's kernel if it can: in float32 on a CPU, for several rows, without gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
@@ -35,8 +35,9 @@ class OneDnnLinear(nn.Linear):
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return "torch" or "onednn": the requested kernel, or the faster one for "auto". Raises ValueError for other
-    names.
+    """Return "torch" or "onednn": the requested kernel, or the faster one for "auto".
+
+    Raises ValueError for any other name.
 
     If oneDNN's kernel cannot be called, it warns and returns "torch".
     """
@@ -54,7 +55,7 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
 @cache
 @torch.no_grad()
 def missing_kernel() -> str:
-    """Return why oneDNN's kernel cannot be used in this torch; "" if it can be called and its result is correct."""
+    """Return the reason why oneDNN's kernel cannot be used in this torch, or "" if it can and its result is correct."""
     x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
     try:
         equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers: exact

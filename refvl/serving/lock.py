@@ -1,8 +1,9 @@
-"""One process at a time in a folder: a lock file that names its owner and needs no clean-up after a crash.
+"""One process at a time in a folder: a lock file that names its owner and needs no cleanup after a crash.
 
-The file is created with O_EXCL, so only one of several processes creates it. Its owner also holds the kernel's lock
-on it (`flock`), which ends with the process, however that ends. So a file whose kernel lock is free was left behind,
-and is taken over. Process ids are not consulted, because they are reused and because each container has its own.
+The file is created with O_EXCL, so only one of several processes creates it. Its owner also holds the kernel's lock on
+the file (`flock`), which is released when the process ends for any reason. So a file whose kernel lock is free was left
+behind, and the next process takes it over. Process ids are not consulted, because they are reused and because each
+container has its own.
 """
 
 import datetime
@@ -21,8 +22,8 @@ LOCK = ".refvl-lock"
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process.
 
-    Raises BlockingIOError, naming the owner, if another process holds it, or if the owner is on another machine,
-    where this process cannot check whether it still runs.
+    Raises BlockingIOError, naming the owner, if another process holds the lock. Also raises it if the owner is on a
+    different machine, because this process cannot check whether the owner still runs.
     """
     path = folder / LOCK
     while (file := _take(path)) is None:
@@ -35,7 +36,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_lock(path: Path) -> bool:
-    """Return whether the file at `path` is a lock, maybe from a crashed process, not a link or a foreign file."""
+    """Return whether the file at `path` is a lock (maybe from a crashed process), not a link or an unrelated file."""
     begin = b'{"host": '
     if path.is_symlink() or not path.is_file():
         return False
@@ -44,7 +45,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _take(path: Path) -> int | None:
-    """Return the lock file, locked; None if it appeared or vanished in the meantime."""
+    """Return the locked lock file, or None if it appeared or vanished in the meantime."""
     is_new = not os.path.lexists(path)
     overtaken = FileExistsError if is_new else FileNotFoundError
     try:
@@ -60,7 +61,7 @@ def _take(path: Path) -> int | None:
 
 
 def _hold(file: int, path: Path, is_new: bool) -> bool:
-    """Take the kernel's lock and sign the file; return False if `path` now names another file."""
+    """Take the kernel's lock and sign the file; return False if `path` now names a different file."""
     told, here = _read(file), socket.gethostname()
     owner = f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
     way_out = f"out: {path} names {owner}, and this machine cannot tell whether it still runs; if not, remove the file"
@@ -68,7 +69,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
-    except OSError:  # the file system has no locks, so an existing file counts as held
+    except OSError:  # the file system does not support locks, so an existing file counts as held
         if not is_new:
             raise BlockingIOError(way_out) from None
     try:
@@ -85,7 +86,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
 
 
 def _read(file: int) -> dict:
-    """Return the owner's entry; {} if the file is empty or contains anything else."""
+    """Return the owner's entry, or {} if the file is empty or contains anything else."""
     try:
         told = json.loads(os.pread(file, 4096, 0))
     except ValueError:

@@ -5,9 +5,10 @@
     pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
 Memory then depends on N, not on the length of the prompt, except for the cache and for media that are pruned. The kept
-tokens of a pruned item are known only after all of it is encoded, so its embeddings are in memory together. Positions
-are those of the full prompt, known from sizes before anything is encoded; each chunk uses a section of them. An engine
-that does not know the later media in advance needs `recompute_mrope_positions`, which gives the same positions.
+tokens of a pruned item are known only after all of it is encoded, so all its embeddings are in memory at the same time.
+Positions are those of the full prompt, which are known from sizes before anything is encoded; each chunk uses a section
+of them. An engine that does not know the later media in advance needs `recompute_mrope_positions`, which gives the same
+positions.
 
 Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
@@ -60,7 +61,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
 def _encode_pieces(
     model: Any, trace: Trace, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield (rows, mask of kept rows) of an item's pieces, each encoded on demand; a pruned item is one piece."""
+    """Yield (rows, mask of kept rows) for an item's pieces, each encoded on demand; a pruned item is one piece."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)
     while True:
         with trace.stage("patchify"):
@@ -102,7 +103,7 @@ def prefill(
 
 
 class MediumRows:
-    """The rows of one media item, in order, read a few at a time."""
+    """The rows of one media item, in order, which are read a few at a time."""
 
     def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
         """places_M: indices of its rows in the full prompt. pieces: (rows (m, W), mask of kept rows (m,) or None)."""
@@ -110,7 +111,7 @@ class MediumRows:
         self.rows, self.keep = list[Tensor](), list[Tensor]()
 
     def take(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (places, rows, keep) of all tokens before `stop` in the full prompt that were not taken yet."""
+        """Return (places, rows, keep) of all tokens before `stop` in the full prompt that were not yet taken."""
         end = int((self.places_M < stop).sum())
         places, self.used = self.places_M[self.used : end], end
         while sum(map(len, self.rows)) < len(places):
@@ -128,7 +129,7 @@ class MediumRows:
 def prefill_in_chunks(
     trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
 ) -> Cache:
-    """Return keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
+    """Return the keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 
     trace: a trace with full_ids and full_positions. Raises ValueError if the kept tokens exceed max_context.
     """

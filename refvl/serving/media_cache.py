@@ -1,16 +1,17 @@
-"""A media cache: embeddings are stored under the content they come from, so no image or video is encoded twice.
+"""A media cache: embeddings are stored by the content they come from, so a cached image or video is not encoded again.
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
     the key is cached               return a copy of its embeddings: a hit
     another thread encodes it       wait for that thread's embeddings: a hit
     neither                         encode, store a copy, drop the least recently used entries: a miss
 
-A key covers the pixels as the tower reads them and their layout. It covers a frame's time only if the tower uses it
-(MiniCPM-V 4.5). It covers no name, no token id and no part of the prompt, so a hit may come from a different question,
-batch or turn. Pruning comes later, with any rate. If a prompt is read in chunks, pieces of media are cached.
+A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if the tower uses it
+(MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt, so a hit may come from a different
+question, batch or turn. Pruning happens later, so it can use any rate. If a prompt is read in chunks, the cache stores
+pieces of media.
 
 The key also depends on the weights: it contains a number that changes with them, and the names of the active adapters.
-Changes that torch does not count, such as `weight.data.add_(...)` or a new hook, are not noticed; call `clear` after
+Changes that torch does not count, such as `weight.data.add_(...)` or a new hook, are not detected; call `clear` after
 them.
 """
 
@@ -55,7 +56,7 @@ class MediaCacheStats:
 
 
 class WeightsState:
-    """A number that identifies the values of an encoder's weights; different values never have the same number."""
+    """A number that identifies the values of an encoder's weights; different values never share a number."""
 
     numbers = count()  # shared by all encoders, so models may share a cache
 
@@ -63,7 +64,7 @@ class WeightsState:
         self.owners, self.seen, self.number = list[weakref.ref[Tensor]](), list[tuple](), -1
 
     def of(self, encoder: nn.Module) -> tuple:
-        """Return (number, which adapters are active)."""
+        """Return the number, and which adapters are active."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
         seen = [(x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors]
         # a new tensor may reuse the address of a freed tensor; an equal address means the same tensor only while it
@@ -74,7 +75,7 @@ class WeightsState:
 
 
 class MediaCache:
-    """Embeddings of the most recently used media, at most `max_tokens` tokens or `max_bytes` bytes.
+    """The embeddings of the most recently used media, up to `max_tokens` tokens or `max_bytes` bytes.
 
     Threads and models may share a cache. The tensors that `fetch` returns belong to the caller, who may change them.
     """
@@ -86,7 +87,7 @@ class MediaCache:
         if not given:
             raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
         self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
-        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry is first
+        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry comes first
         self._coming: dict[bytes, Future[Embeddings]] = {}  # entries that a thread is encoding now
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
@@ -107,10 +108,10 @@ class MediaCache:
     def fetch(
         self, keys: Sequence[bytes], make: Callable[[list[int]], list[Embeddings]]
     ) -> tuple[list[Embeddings], list[bool]]:
-        """Return the embeddings of each key, and whether each is a hit.
+        """Return the embeddings for each key, and whether each one is a hit.
 
-        make: a function that encodes the items at the given indices, which are neither cached nor being encoded. If it
-        fails in one thread, the threads that wait for its results encode the items themselves.
+        make: a function that encodes the items at the given indices, which are neither cached nor being encoded. If
+        encoding fails in one thread, the threads that wait for its results encode the items themselves.
         """
         found, made = dict[bytes, Embeddings](), set[bytes]()
         while missing := [key for key in dict.fromkeys(keys) if key not in found]:
@@ -132,7 +133,7 @@ class MediaCache:
         return copies, hits
 
     def _claim(self, keys: list[bytes], found: dict) -> tuple[list[bytes], dict[bytes, Future[Embeddings]]]:
-        """Put cached entries into `found`; return the keys for this thread to encode, and those to wait for."""
+        """Put cached entries into `found`; return the keys that this thread has to encode, and the keys to wait for."""
         mine, others = list[bytes](), dict[bytes, Future[Embeddings]]()
         with self._lock:
             for key in keys:
@@ -148,7 +149,7 @@ class MediaCache:
 
     def _make(self, keys: list[bytes], make: Callable[[], list[Embeddings]]) -> dict[bytes, Embeddings]:
         try:
-            made = copied(make())  # new embeddings may be views of a batch, or of a buffer that is reused
+            made = copied(make())  # new embeddings may be views of a batch, or of a buffer that will be reused
         except BaseException:
             with self._lock:
                 for key in keys:
@@ -186,7 +187,7 @@ def sizes_of(entries: Iterable[Embeddings]) -> dict[str, int]:
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
-    """Return finished copies: on a GPU, another thread may read or free the originals on another stream."""
+    """Return finished copies, because on a GPU another thread may read or free the originals on another stream."""
     copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
     if copies and copies[0].rows.is_cuda:
         torch.cuda.current_stream(copies[0].rows.device).synchronize()

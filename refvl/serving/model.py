@@ -1,4 +1,4 @@
-"""The `VLM` that `refvl.load` returns: the journey of `refvl.pipeline`, with the features for daily use.
+"""The `VLM` that `refvl.load` returns: the path of `refvl.pipeline`, with features for daily use.
 
 options.py        options of `generate`, refused before anything is encoded (rehearsal.py tries them)
 long_prompts.py   prefill_chunk: a prompt N tokens at a time
@@ -7,7 +7,7 @@ batches.py        chat_batch: many requests, decoded together
 tensors.py        generate: transformers' call, on tensors
 tower.py          feature_map: an image as a grid of features
 
-`refvl.study.watch` adds `trace`: the same run with every stage kept.
+`refvl.study.watch` adds `trace`: the same run with the result of every stage kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +28,12 @@ from refvl.study.report import Trace
 
 
 class VLM(pipeline.VLM):
-    """The journey of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
+    """The path of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
     record: ClassVar = Trace
-    provenance: Sequence = ()  # the `Source`s, i.e. the files that determine the model; none for a config alone
+    provenance: Sequence = ()  # the `Source`s, i.e. the files that determine the model; empty for a config alone
     media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
-    adapters: Any = None  # PEFT's model, after `refvl.adapters.attach` has put its layers into these parts
+    adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
     feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy reads it too early
@@ -57,15 +57,16 @@ class VLM(pipeline.VLM):
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
-        tokens that is dropped, in [0, 1). pruning: the method that chooses them, "evs" or "vidcom2"
-        (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the caller's text are treated as
-        special tokens instead of as plain text. prefill_chunk: the number of prompt tokens to prefill at a time, so
-        that only the cache grows with the prompt (`refvl.serving.long_prompts`); None prefills all at once. stream:
-        whether to return a generator of text pieces; closing or deleting it ends the generation within one token.
+        tokens that is dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"
+        (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the caller's text keep their
+        meaning instead of being treated as plain text. prefill_chunk: the number of prompt tokens to prefill at a time,
+        so only the cache grows with the prompt (`refvl.serving.long_prompts`). None prefills the whole prompt at once.
+        stream: whether to return a generator of text pieces. Closing or deleting the generator ends the generation
+        within one token.
         generate_kwargs: options of transformers' `generate` that produce one answer in text (`num_beams`,
-        `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or another `VLM` with the same prompts as
-        `assistant_model`, tokens are drafted and several checked at once, which never changes a greedy answer. Errors:
-        see `trace`.
+        `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or a second `VLM` with the same prompts as
+        `assistant_model`, tokens are drafted and several are checked at once. This never changes a greedy answer.
+        Errors: see `trace`.
         """
         wanted = self.check_options("chat", generate_kwargs, max_new_tokens, stream)
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
@@ -93,7 +94,7 @@ class VLM(pipeline.VLM):
         return check_unusual(self, method, options, stream)
 
     def answer_with_beams(self, trace: Trace, max_new_tokens: int, **options) -> None:
-        """Answer like `answer`, but timed as one stage, because transformers calls no streamer for beams."""
+        """Answer like `answer`, but timed as one stage, because transformers does not call a streamer for beams."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()

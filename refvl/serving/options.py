@@ -1,4 +1,4 @@
-"""Options of `generate`: how they are read, and which ones are refused before anything is encoded."""
+"""Options of `generate`: they are read here, and unsupported options raise an error before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ GENERATE_OPTIONS = frozenset(
 )
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options that make transformers draft tokens
 NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
-NOT_IN_TEXT = (  # `generate` returns results that are not an answer in text if these are set
+NOT_IN_TEXT = (  # if one of these is set, the result of `generate` is not an answer in text
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.fromkeys(NOT_IN_TEXT, (None, False))
@@ -37,7 +37,7 @@ USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # never re
 
 
 class Wanted(NamedTuple):
-    """The ways in which a call differs from one greedy answer."""
+    """The differences between a call and a plain greedy answer."""
 
     num_beams: int = 1
     draft: str | None = None  # the name of the option that makes transformers draft tokens
@@ -81,7 +81,7 @@ def is_static(language_model: CausalTextModel, options: dict) -> bool:
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
 
-    own: further names that the caller accepts, used to suggest a name for a misspelt one (`image` for `images`).
+    own: other names that the caller accepts, used to suggest a name for a misspelt one (`image` for `images`).
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
@@ -110,7 +110,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
 
 
 def check_pruning(pruning: str, q: float) -> float:
-    """Return the rate as a float; refuse names that no pruner has, and rates outside [0, 1)."""
+    """Return the rate as a float; raise an error for a name that no pruner has, or a rate outside [0, 1)."""
     find_pruner(pruning)
     return check_pruning_rate(q, "pruning_rate")
 
@@ -118,7 +118,7 @@ def check_pruning(pruning: str, q: float) -> float:
 def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
     """Return the value that `generate` will use: from an argument, from `generation_config`, or from the checkpoint.
 
-    If nothing sets it, it is 1 for a number of beams or sequences, else None.
+    If nothing sets it, it is 1 for a number of beams or sequences, otherwise None.
     """
     config = options.get("generation_config") or language_model.generation_config
     value = options.get(name, getattr(config, name, None))
@@ -126,7 +126,7 @@ def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
 
 
 def copies_wanted(language_model: CausalTextModel, options: dict) -> int:
-    """Return how many sequences `generate` makes of each prompt: beams, or samples."""
+    """Return the number of sequences that `generate` makes for each prompt: beams, or samples."""
     return max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
 
 

@@ -4,10 +4,10 @@
     own rows           -> the encoder, eager or with graphs
     own embeddings     -> padded to the length of the longest rank, all-gathered, cut, put in the caller's order
 
-A vision tower is small and its items are independent, so every rank has the whole tower and only the results are sent.
-That takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the sizes. The
-process group is gloo on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes
-alone.
+A vision tower is small and its items are independent, so every rank has the whole tower, and ranks send only the
+results. This takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the
+sizes. The process group is gloo on CPUs and NCCL on GPUs; `group=None` is the default group; without any group, a call
+encodes alone.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images.
 Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
@@ -40,13 +40,13 @@ ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
 def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
-    """Assign items so that the summed sizes of the ranks are similar: largest first, onto the least loaded rank.
+    """Assign items so that the total sizes of the ranks are similar: largest first, onto the least loaded rank.
 
-    Items of equal size keep their order; among equally loaded ranks the lowest gets the next item.
+    Items of equal size keep their order; among equally loaded ranks, the lowest gets the next item.
     Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number per rank, and their
     summed sizes.
 
-    Raises ValueError for num_gpus below 1 and sizes that are not numbers of tokens.
+    Raises ValueError for num_gpus below 1, or for sizes that are not numbers of tokens.
 
     >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
     ([0, 2, 1, 3], [1, 3], [1000, 350])
@@ -61,9 +61,9 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
 
 
 def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
-    """Assign the same number of consecutive items to every rank, whatever their size: the baseline for balancing.
+    """Assign the same number of consecutive items to every rank, regardless of size: the baseline for balancing.
 
-    Raises ValueError for num_gpus below 1 and sizes that are not numbers of tokens.
+    Raises ValueError for num_gpus below 1, or for sizes that are not numbers of tokens.
     """
     share = -(-len(_check_sizes(sizes)) // _check_ranks(num_gpus))
     items = [range(len(sizes))[rank * share : (rank + 1) * share] for rank in range(num_gpus)]
@@ -71,7 +71,7 @@ def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
 
 
 def get_speed_up(grouped_sizes: Sequence[int]) -> float:
-    """Return the speed-up over one rank alone, set by the slowest rank, if time is proportional to size.
+    """Return the speed-up over one rank alone, limited by the slowest rank, if time is proportional to size.
 
     It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up / ranks.
     """
@@ -104,16 +104,16 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: an encoder of refvl; an `EncoderGraphManager`, so each rank replays its own graphs; or any callable
-    (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d"). pixel_values:
-    (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are copied to its
-    encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
+    vision_model: an encoder of refvl, or an `EncoderGraphManager`, so each rank replays its own graphs. It may also be
+    any callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
+    pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each rank copies only its own rows
+    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
     rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for towers like
     Kimi-VL's. These accept a tensor of grids (h, w), keep a merge block together, and return one (M, block, D) tensor
     per item.
 
-    Returns one tensor per item. Raises ValueError if rows and grids do not match, on all ranks, before anything is
-    sent. If one rank fails later, the others wait for it until the group's timeout, or until `torchrun` ends them.
+    Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows and grids do not
+    match. If one rank fails later, the others wait until the group's timeout, or until `torchrun` ends them.
     """
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
@@ -139,10 +139,10 @@ def run_dp_sharded_mrope_vision_model(
 
 
 def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-    """Split the result of an all-gather into one tensor per item, in the caller's order, without padding.
+    """Split the result of an all-gather into one tensor per item, in the caller's order and without padding.
 
-    gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
-    each item. order, counts: the assignment. Returns a list of (tokens, D) tensors.
+    gathered: (ranks * longest, ...), the rows of all ranks, with each rank's rows padded to the longest. tokens: output
+    tokens of each item. order, counts: the assignment. Returns a list of (tokens, D) tensors.
     """
     embeds: dict[int, Tensor] = {}
     items = iter(order)
@@ -155,7 +155,7 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
 
 
 def _encoder(vision_model):
-    """Return the object that has the sizes; for a graph manager, that is its encoder."""
+    """Return the object that contains the sizes; for a graph manager, that is its encoder."""
     return vision_model if hasattr(vision_model, "item_size") else getattr(vision_model, "encoder", vision_model)
 
 
@@ -191,7 +191,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     none.
 
     An all-gather needs equal shapes, so each rank sends as many rows as the rank with the most rows. A rank without
-    items does not know how wide its padding has to be, so rank 0, which always has the largest item, sends the width.
+    items does not know the width of its padding, so rank 0, which always has the largest item, sends the width.
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
@@ -210,9 +210,9 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
 
 @torch.no_grad()
 def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Encode B images of one size, the same number on every rank; every rank gets all embeddings, in order.
+    """Encode B images of one size, with the same number on every rank; every rank gets all embeddings, in order.
 
-    image_input: (B, ...), the same on every rank. vision_model: (b, ...) -> (b, ...) on the device of the images.
+    image_input: (B, ...), equal on every rank. vision_model: (b, ...) -> (b, ...) on the device of the images.
     If B is not a multiple of the ranks, the last ones encode zeros, whose results are dropped.
     Raises ValueError for an input that is not a tensor (B, ...).
     """
@@ -229,7 +229,7 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
 
 
 def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return (rank, ranks) in the group; (0, 1) if torch.distributed is not initialised."""
+    """Return (rank, ranks) in the group, or (0, 1) if torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
@@ -239,7 +239,7 @@ def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, in
 def torchrun_ranks():
     """Use gloo to join the ranks that `torchrun` started: yield (rank, ranks), or (0, 1) if it started none.
 
-    gloo is used on GPUs, too, because only names and counts are exchanged here.
+    gloo is also used on GPUs, because only names and counts are exchanged here.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield rank_and_world_size()

@@ -4,9 +4,9 @@ files      weights, configs, tokenizer, chat template, processor and generation 
 memory     values that a program may have changed since: settings, active adapters, weights
 inputs     the files, and a request's media by content: `digest_of_inputs`
 
-A file's digest covers its bytes. It is computed on demand, at about a second per GB if the CPU has instructions for
-SHA-256, and only once per process as long as size, time and inode do not change. A file that has changed since the
-model was loaded has no digest, because the model comes from its old bytes.
+A file's digest covers its bytes. It is computed on demand, in about a second per GB if the CPU has instructions for
+SHA-256. It is computed only once per process as long as size, time and inode do not change. A file that has changed
+since the model was loaded has no digest, because the model comes from its old bytes.
 """
 
 import hashlib
@@ -44,7 +44,10 @@ class Source:
     stamp: Stamp
 
     def digest(self) -> str:
-        """Return the sha256 of the bytes in hexadecimal; ValueError if they changed after the model was loaded."""
+        """Return the sha256 of the bytes in hexadecimal.
+
+        Raise ValueError if they changed after the model was loaded.
+        """
         if not self.path.is_file() or _stamp(self.path) != self.stamp:
             raise ValueError(f"provenance: {self.path} has changed since the model was loaded; load it again")
         return _digest(self.path, self.stamp)
@@ -53,7 +56,8 @@ class Source:
 def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[Source]:
     """Return the files in a checkpoint's folder that determine its model, in a fixed order.
 
-    weights: whether to include the files of weights. pattern: include only files with weights of matching names.
+    weights: whether to include the weight files. pattern: include only files that contain weights with matching
+    names.
     """
     if folder is None:
         return []
@@ -66,18 +70,18 @@ def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[So
 
 
 def source(role: str, path: Path) -> Source:
-    """Return a file in its current state."""
+    """Return the file and its current state."""
     return Source(role, path, _stamp(path))
 
 
 def digest_of_files(provenance: Iterable[Source]) -> str:
-    """Return the digest of a model's files, in their order, by role, name and bytes."""
+    """Return the digest of a model's files, in their order, computed from role, name and bytes."""
     lines = [f"{file.role} {file.path.name} {file.digest()}\n" for file in provenance]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def digest_of_inputs(files: str, media: Iterable[str]) -> str:
-    """Return the one digest of a request's inputs. files: `digest_of_files`; media: `digests_of_media`.
+    """Return the digest of a request's inputs. files: `digest_of_files`; media: `digests_of_media`.
 
     `chat --jsonl`, `encode` and the saved runs that `compare` reads contain the same digest for the same inputs.
     """
@@ -100,7 +104,7 @@ def digests_of_media(media: Iterable) -> Iterator[str]:
 def digest_of(model: Any, *settings: object) -> str:
     """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
-    It samples up to 1,000 numbers of each weight in memory, so any training changes the digest.
+    It samples up to 1,000 numbers from each weight in memory, so any training changes the digest.
     """
     whole = hashlib.sha256(digest_of_files(model.provenance).encode())
     processor, text = model.processor, model.language_model

@@ -1,6 +1,6 @@
 """Rehearse options of `generate` before anything is encoded: transformers runs them on a model with one layer.
 
-transformers checks options only when it needs them, some of them after the prompt has been read, and raises errors of
+transformers checks options only when it needs them, in some cases after the prompt has been read, and raises errors of
 all kinds. Here its `generate` produces two tokens with the same options, vocabulary and defaults on a model that is
 eight values wide.
 """
@@ -18,9 +18,9 @@ from refvl.language.model import CausalTextModel, generate
 from refvl.printing import printable
 
 HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # with code on the hub
-CALLED = ("logits_processor", "stopping_criteria")  # lists of functions: checked, but not called here
+CALLED = ("logits_processor", "stopping_criteria")  # lists of functions, which are checked but not called here
 FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # objects and their methods
-FEW = 4  # the number of beams, or sequences, is enough for a rehearsal
+FEW = 4  # this many beams or sequences are enough for a rehearsal
 
 
 def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> None:
@@ -29,7 +29,9 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
     for name in HUB_CODE:
         value = options.get(name, getattr(config, name, None))
         if value is not None and not (name == "num_beam_groups" and value == 1):
-            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, never run")
+            raise ValueError(
+                f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, and refvl never runs it"
+            )
     acting = (*CALLED, *FUNCTIONS)
     tried = {name: value for name, value in options.items() if name not in acting}
     if (error := _fails(language_model, tokenizer, tried)) is None:
@@ -42,7 +44,7 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
 
 
 def check_kinds(options: dict) -> None:
-    """Refuse arrays, and values of the wrong type for options that call the caller's code and are not rehearsed."""
+    """Raise errors for arrays, and for values of the wrong type in options that call the caller's code."""
     for name, value in options.items():
         if getattr(value, "ndim", 0) and not name.startswith("negative_prompt"):
             raise TypeError(f"{name}: expected plain Python values, got {type(value).__name__}")

@@ -3,9 +3,9 @@
 Each answer is one line, in the order of the requests: {"line": number of the request's line, "request": digest of that
 line, "inputs": digest of the model's files and the request's media, which `encode` and `compare` share, "by": digest
 of the model and the settings, "answer": text}. A failed request has "error" instead of "answer"; empty lines are
-skipped. Lines are written whole, as their batches are done. The same command continues a run that was stopped: an
-incomplete line is removed, and answered requests are not repeated. It is refused if an image or any file that
-determines the model (`provenance.py`) has changed, because one file contains answers to one set of inputs.
+skipped. Lines are written whole, as soon as their batches are done. The same command continues a run that was stopped:
+an incomplete line is removed, and answered requests are not repeated. The run is refused if an image or any file that
+determines the model (`provenance.py`) has changed. The reason is that one file contains answers to one set of inputs.
 """
 
 import fcntl
@@ -31,11 +31,11 @@ from refvl.serving.shards import speaking_of
 def answer_file(
     vlm: VLM, file: Path, out: Path, *, common: dict, batch_tokens: int = BATCH_TOKENS, progress: bool = True, **options
 ) -> dict[int, str]:
-    """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
+    """Answer every line of `file` that has no answer in `out` yet; return {line: error} for old and new failures.
 
     common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered becomes a separate
-    error. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to `out`. Raises
-    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
+    error. Raises FileNotFoundError if there is no file, and BlockingIOError while another process writes to `out`.
+    Raises ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
     written.
     """
     if not file.is_file():
@@ -50,7 +50,7 @@ def answer_file(
 
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked, len(lines))
-        begun = deque[dict]()  # requests whose media are being read; each is identified before it is read
+        begun = deque[dict]()  # the requests whose media are being read; each one is identified before it is read
 
         def todo() -> Iterator[dict | Exception]:
             for number in range(len(done), len(lines)):
@@ -74,7 +74,7 @@ def _media_of_line(line: bytes) -> list[str]:
     """Return the digests of a request's media files, including frames of a video given as a list."""
     request: Any = _parse(line)
     digests = list[str]()
-    with suppress(AttributeError, TypeError, ValueError, OSError):  # then the answer is the error
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # the answer is then the error
         messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
         digests += digests_of_media(_files(source for _, source, _ in media_of(messages)))
     return digests
@@ -101,7 +101,7 @@ def _parse(line: bytes) -> dict | Exception:
 def _held(out: Path) -> Iterator[BufferedRandom]:
     """Open the file of answers, locked for this process."""
     if out.exists() and not out.is_file():  # a device may never end
-        raise OSError(f"out: {out} is no regular file")
+        raise OSError(f"out: {out} is not a regular file")
     with open(out, "a+b") as answers:
         try:
             fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ def _held(out: Path) -> Iterator[BufferedRandom]:
 
 
 def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dict], count: int) -> list[dict]:
-    """Return the existing answers; remove an incomplete last line from the file, but nothing else."""
+    """Return the existing answers; remove only an incomplete last line from the file."""
     answers.seek(0)
     *whole, cut = answers.read().split(b"\n")
     done = list[dict]()

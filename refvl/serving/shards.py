@@ -1,4 +1,4 @@
-"""Embeddings on disk: shards, each renamed once it is written in full, in a folder that one process holds.
+"""Embeddings on disk: shards in a folder that one process holds; a shard is renamed once it is fully written.
 
 A shard is a safetensors file with one (tokens, width) tensor per image, named after the image's path in the folder.
 The header names the model and contains each image's entry for the manifest.
@@ -29,9 +29,9 @@ Encoded = dict[str, tuple[Tensor, dict]]  # name -> (embeddings, entry in the ma
 
 @contextmanager
 def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
-    """Hold `out`, created if it is missing, for this process, with an empty folder for files that are being written.
+    """Hold `out` for this process (create it if it is missing), with an empty folder for files that are being written.
 
-    Files that a killed run left there are removed. Under torchrun, rank 0 holds `out` for all ranks. Raises
+    Files left there by a killed run are removed. Under torchrun, rank 0 holds `out` for all ranks. Raises
     FileExistsError for files that refvl did not write, under a name that it needs; with `force` they are renamed.
     """
     with ExitStack() as lock:
@@ -60,7 +60,7 @@ def _is_manifest(path: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether a folder contains only files that a run has left."""
+    """Return whether a folder contains only files left by a run."""
     return path.is_dir() and not path.is_symlink() and all(map(_is_partial, os.scandir(path)))
 
 
@@ -69,7 +69,7 @@ def _is_partial(entry: os.DirEntry) -> bool:
 
 
 def _make_room(path: Path, force: bool) -> None:
-    """Rename the file at `path`, or refuse it."""
+    """Rename the file at `path`, or raise an error."""
     if not force:
         raise FileExistsError(f"out: {path} was not written by refvl; move it away, or use --force to rename it")
     names = (path.with_name(f"{path.name}.before{number or ''}") for number in count())
@@ -77,7 +77,7 @@ def _make_room(path: Path, force: bool) -> None:
 
 
 def _remove_unfinished(out: Path) -> None:
-    """Remove the files that were being written, but no others, and their folder if that leaves it empty."""
+    """Remove only the files that were being written, and their folder if it is then empty."""
     if (out / UNFINISHED).is_dir():
         for entry in filter(_is_partial, os.scandir(out / UNFINISHED)):
             os.unlink(entry)
@@ -106,7 +106,7 @@ def write_shard(out: Path, model: dict, rank: int, encoded: Encoded) -> None:
 
 
 def _plain(group):
-    """Return a form for JSON: a slice of MiniCPM-V becomes its (h, w), which the encoder accepts as equal.
+    """Return a form for JSON: a slice of MiniCPM-V becomes its (h, w), which the encoder accepts as equivalent.
 
     Frames that share a set of tokens become the arguments of their `SliceGroup`.
     """
@@ -115,7 +115,7 @@ def _plain(group):
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Open a new file that gets its name only once it is on disk in full; the name survives a power cut.
+    """Open a new file that gets its name only once it is completely on disk; the name survives a power failure.
 
     Raises OSError, naming the folder, if the file cannot be written; `held_folder` removes its remains.
     """
@@ -124,7 +124,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors creates files that only their owner may read
+        partial.chmod(mode)  # safetensors creates files that only their owner can read
         _sync(partial)
         partial.replace(path)
         _sync(path.parent)
@@ -140,7 +140,10 @@ def _sync(path: Path) -> None:
 
 
 def read_header(path: Path, model: dict) -> dict[str, dict]:
-    """Return {name: manifest entry} of a shard. Raises ValueError, naming it, unless this model wrote it in full."""
+    """Return {name: manifest entry} of a shard.
+
+    Raises ValueError, naming the shard, unless this model wrote it in full.
+    """
     try:
         with safe_open(path, framework="pt") as shard:
             header = shard.metadata() or {}
@@ -151,5 +154,5 @@ def read_header(path: Path, model: dict) -> dict[str, dict]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"out: {path} was not written by `refvl encode`: move it elsewhere") from error
     if written_by != model:
-        raise ValueError(f"out: {path} contains embeddings of another model or dtype: {header['model']}")
+        raise ValueError(f"out: {path} contains embeddings of a different model or dtype: {header['model']}")
     return images

@@ -10,9 +10,9 @@ from transformers.generation.streamers import BaseStreamer
 
 
 def of_a_thread() -> dict:
-    """Return options for a compiled decode step that runs in its own thread.
+    """Return the options for a compiled decode step that runs in its own thread.
 
-    Until torch 2.13 it uses no graphs, because only one thread could record them (pytorch issue 123177).
+    Until torch 2.13, it uses no graphs, because only one thread could record them (pytorch issue 123177).
     """
     return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
 
@@ -35,7 +35,8 @@ class FanOut(BaseStreamer):
 def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield the text that `run` generates, piece by piece; `run` feeds a streamer and asks a criterion when to stop.
 
-    Closing or deleting the generator ends `run` and its thread within one token. Errors in `run` are raised here.
+    Closing or deleting the generator ends `run` and its thread within one token. Errors in `run` are raised in this
+    function.
     """
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, failures = Event(), []
@@ -46,7 +47,7 @@ def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreT
     def work() -> None:
         try:
             run(streamer, stop)
-        except BaseException as error:  # otherwise the exception of a thread is lost
+        except BaseException as error:  # otherwise an exception in the thread would be lost
             failures.append(error)
             streamer.on_finalized_text("", stream_end=True)
 

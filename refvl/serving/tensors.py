@@ -1,4 +1,4 @@
-"""transformers' `generate` on tensors: pixels or embeddings in, ids out."""
+"""transformers' `generate` on tensors: pixels or embeddings in, token ids out."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,14 +35,14 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Run transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
-    With `num_return_sequences=n` the result is (B * n, L + new), with `return_dict_in_generate=True` transformers'
-    output. input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values: (N,
-    C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or the encoder's
-    layouts if a family has no grids. image_embeds: embeddings from `encode` instead of pixel_values, (M, W) for all
-    images in order or one tensor per image. The same arguments exist for videos; pruning works on given embeddings,
-    too. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by families whose prompts
-    contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows, grids, embeddings and
-    placeholders do not match, and for masks that are not 0s before 1s.
+    With `num_return_sequences=n`, the result is (B * n, L + new); with `return_dict_in_generate=True`, it is
+    transformers' output. input_ids: (B, L), left-padded where attention_mask (B, L) is 0, with placeholders repeated.
+    pixel_values: (N, C*Tp*P*P) patch rows of all images of the batch in order. image_grid_thw: (images, 3) in patches,
+    or the encoder's layouts if a family has no grids. image_embeds: embeddings from `encode` instead of pixel_values,
+    (M, W) for all images in order, or one tensor per image. The same arguments exist for videos; pruning also works on
+    precomputed embeddings. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by
+    families whose prompts contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows,
+    grids, embeddings and placeholders do not match. Also raises them for masks that are not 0s before 1s.
     """
     q = check_pruning(pruning, pruning_rate)
     check_runnable(model)
@@ -51,7 +51,7 @@ def generate(
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids imply it
+    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add this argument; the ids imply it
     model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
@@ -140,7 +140,7 @@ def _take(model: Any, kind: str, queue: Iterator, ids: Tensor) -> list:
     while wanted > 0:
         item = next(queue, None)
         if item is None:
-            raise ValueError(f"input_ids: {wanted} {kind} placeholders too many for the {kind}s given")
+            raise ValueError(f"input_ids: {wanted} {kind} placeholders more than the given {kind}s need")
         taken.append(item)
         wanted -= item[0].num_tokens
     return taken

@@ -37,7 +37,7 @@ class NoText:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `copy` and `pickle` look up methods
+        if name.startswith("__"):  # `copy` and `pickle` look up these methods
             raise AttributeError(name)
         raise ValueError("text: the model was loaded without its language model; load it without text=False")
 
@@ -55,11 +55,11 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
     medium: any item that `encode` accepts. A path with a video's suffix, a list of frames, and an array with four
-    dimensions count as videos. blocks: tower blocks, -1 for the last. Then the result is a list with one map per
-    block, (t, H, W, E): the states after that block, patches in row-major order. Families that cut images return a
-    list of (box, map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map
-    of a slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do
-    not exist.
+    dimensions count as videos. blocks: the tower blocks, with -1 for the last. Then the result is a list with one map
+    per block, (t, H, W, E): the states after that block, patches in row-major order. Families that cut images return a
+    list of (box, map) instead of a single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so
+    the map of a slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for blocks that
+    do not exist.
     """
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):
@@ -105,7 +105,7 @@ def cuts_of(model: Any, patches: Patches) -> list[Cut]:
     groups = [(len(group.slices), *group.slices[0]) for group in layout]
     if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have locations in a slice
         return list(map(Cut, boxes, groups, [(1, h, w) for h, w in sizes]))
-    side = getattr(model.encoder.resampler, "grid_size", None)  # version 2.0: its queries form a square
+    side = getattr(model.encoder.resampler, "grid_size", None)  # in version 2.0, the queries form a square
     of_slice = (1, side, side) if side else tokens.runs[0]
     return [Cut(box, size, of_slice) for box, size in zip(boxes, groups, strict=True)]
 
@@ -124,7 +124,7 @@ def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[
 
 
 def _in_reading_order(x_NE: Tensor, cut: Cut, m: int) -> Tensor:
-    """Return patches of m x m merge blocks in row-major order; without merging they are so already."""
+    """Return the patches of m x m merge blocks in row-major order; without merging they are already in this order."""
     if m == 1:
         return x_NE
     t, h, w = cut.patches

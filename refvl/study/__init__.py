@@ -1,4 +1,4 @@
-"""Tools for looking inside a run. `refvl.pipeline` can be read without them.
+"""Tools that inspect a run. `refvl.pipeline` can be read without them.
 
 watch.py         attention weights and hidden states of a run: `trace(..., attentions=True, hidden_states=True)`
 report.py        the table that a trace prints

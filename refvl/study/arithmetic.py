@@ -12,7 +12,10 @@ EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_rou
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
-    """Count one forward without padding: torch counts on a copy of the encoder without memory. This takes seconds."""
+    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory.
+
+    This takes seconds.
+    """
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
         rows = torch.empty(sum(encoder.item_size(layout)[0] for layout in layouts), encoder.config.patch_values)
@@ -24,8 +27,8 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
 def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
     """Count the layers of a text model on a prompt: every weight once per token, and attention over all pairs.
 
-    tokens: the length of the prompt. cached: the number of its first tokens that are cached and not run again. Only
-    the experts that a token uses are counted. Pairs that the causal mask hides are counted too, as in torch's counter.
+    tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. Only
+    the experts that a token uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
     The head, which runs for one token, is not counted.
     """
     text, layers = language_model.config, language_model.model

@@ -1,6 +1,6 @@
 """Boxes and points in answers: find them in the text, and convert them to pixels of the image and back.
 
-The unit of a coordinate differs from family to family, and no answer states it:
+The unit of a coordinate differs from family to family, and answers do not state it:
 
     Qwen2.5-VL                            pixels of the *resized* image that the processor produced
     Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
@@ -10,7 +10,7 @@ The unit of a coordinate differs from family to family, and no answer states it:
 The makers state this in QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772 and
 #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7
 follow 2.6 and 4.5. For GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL and Step-3.7 we found no documentation, so
-they are refused.
+these families raise an error.
 
 Sizes are (width, height), boxes are x1, y1, x2, y2, and points are x, y, all measured from the upper left corner. An
 image's size is its size after the EXIF orientation is applied, as in the result of `refvl.pixels.media.load_image`.
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Region(NamedTuple):
-    """A box (4 numbers) or a point (2), in the model's coordinates, with its label in the answer ("" for none)."""
+    """A box (4 numbers) or a point (2) in the model's coordinates, with its label in the answer ("" for none)."""
 
     label: str
     xy: tuple[float, ...]
@@ -67,7 +67,7 @@ CONVENTIONS = (
 def find_convention(family: str) -> Convention:
     """Return the convention of a release, a hub id ("Qwen2.5-VL-7B-Instruct"), a `model_type`, or `Family.name`.
 
-    "minicpmv" counts as 2.6 or later. Raises ValueError if the convention is not documented.
+    The name "minicpmv" counts as 2.6 or later. Raises ValueError if the convention is not documented.
     """
     if not isinstance(family, str):
         raise TypeError(f"family: expected a name such as 'Qwen2.5-VL', got {type(family).__name__}")
@@ -82,9 +82,9 @@ def find_convention(family: str) -> Convention:
 def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, int]:
     """Return the (width, height) of the space of a family's coordinates.
 
-    resized: (width, height) of the image as the tower sees it, for a grid (1, h, w) of patches of 14 px (14 * w, 14 *
-    h). Required for Qwen2.5-VL, ignored for others. Raises ValueError if the family counts pixels of the resized image
-    and `resized` is None.
+    resized: (width, height) of the image as the tower sees it; for a grid (1, h, w) of 14 px patches it is (14 * w, 14
+    * h). This argument is required for Qwen2.5-VL and ignored for other families. Raises ValueError if the family
+    counts pixels of the resized image and `resized` is None.
     """
     convention = find_convention(family)
     if convention.space is not None:
@@ -150,15 +150,15 @@ _ROUND = re.compile(
     rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
 )
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
-_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thoughts
+_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, after its thoughts
 
 
 def parse(text: str, family: str, *, points: bool = False) -> Tensor:
     """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`; or points (n, 2).
 
     Boxes are in the order of the text, with corners as written. No text raises an error: anything but four (or two)
-    numbers in the family's notation is skipped, and only the complete boxes of a truncated answer are returned.
-    Without any boxes, the result is (0, 4).
+    numbers in the family's notation is skipped. For a truncated answer, only the complete boxes are returned. Without
+    any boxes, the result is (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]

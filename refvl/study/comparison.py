@@ -34,16 +34,17 @@ STAGES = {  # dimensions; None: 1 or 2
 }  # fmt: skip
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong one hardly ever does
+ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, and a wrong tower hardly ever does
 RTOL = 1e-3  # for media stages: allows float32 rounding in a tower, and detects bfloat16
-GROWTH = 8  # a text model may magnify a difference of its inputs by this factor; measured: at most 1
+GROWTH = 8  # a text model may magnify a difference between its inputs by this factor; the measured factor is at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
     """The results of each stage of a run: tensors by "stage/what", in the order of the stages.
 
-    source: the software that ran. layouts: one per item, (t, h, w) in patches, or None if the layout is not a grid.
+    source: the software that produced the run. layouts: one per item: (t, h, w) in patches, or None if the layout is
+    not a grid.
     files: digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, if it is
     known.
     """
@@ -75,7 +76,10 @@ class Stages:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Stages":
-        """Load a folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for any other."""
+        """Load a folder that `save` wrote.
+
+        Raises FileNotFoundError or ValueError, naming the file, if the folder has different contents.
+        """
         file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
         if missing := [path.name for path in (manifest, file) if not path.is_file()]:
             raise FileNotFoundError(f"{folder}: contains no saved stages ({missing[0]} is missing)")
@@ -119,7 +123,7 @@ class Difference:
     differs: bool
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
-    beyond: str = ""  # the number of rows, and the location of the first
+    beyond: str = ""  # the number of rows, and the location of the first one
     cause: str = ""  # the usual cause of such a difference, or the cause that was found
     row: int = 0  # the index of the first row beyond tolerance
     tried: bool = False  # whether running the model with this cause confirmed it
@@ -132,7 +136,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
-    """The comparison of two runs; `first` is the first tensor that differs, None if they are equal."""
+    """The comparison of two runs; `first` is the first tensor that differs, or None if they are equal."""
 
     a: str
     b: str
@@ -184,12 +188,12 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
     """Find where two runs first differ, and why. Each run is a `Trace`, `Stages`, or a folder that either saved.
 
-    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. The default of rtol is 1e-3 up
-    to the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
-    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed, but not compared.
+    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default, rtol is 1e-3 up to
+    the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
+    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed but not compared.
     model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
-    tried one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before it. Raises TypeError or
-    ValueError naming the argument, also if the runs share no stage.
+    tested one by one (`refvl.study.text_causes`). This takes a few hundred forwards of the layers before it. Raises
+    TypeError or ValueError naming the argument, also if the runs share no stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not check_number(tolerance, name) >= 0:
@@ -215,8 +219,8 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
 
 
 def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
-    """Return the first difference, with its cause if one of the causes tried explains it."""
-    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, as did the inputs of the model
+    """Return the first difference, with its cause if one of the tested causes explains it."""
+    if "nan" in f"{first.largest} {first.scale}":  # the shapes differ, and so did the model's inputs
         return first
     stage, what = first.name.split("/", 1)
     explained = None
@@ -269,7 +273,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return by how much values may differ: one number, or (layers + 1, 1) for the states."""
+    """Return the amount by which values may differ: one number, or (layers + 1, 1) for the states."""
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
@@ -282,10 +286,10 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 
 
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
-    """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
+    """Return the share of the largest value that rounding explains after `layers` layers; None means after the head.
 
     The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of
-    about 10^5 values decides (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
+    about 10^5 values determines it (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
     coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide.
     Half precisions are summed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
     difference of the inputs is added.
@@ -299,7 +303,10 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """Return the largest distance of two input rows of the text model, as a share of the row's norm; 0 if unknown."""
+    """Return the largest distance between two input rows of the text model, as a share of the row's norm.
+
+    0 if unknown.
+    """
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return 0.0
@@ -317,7 +324,7 @@ def _same_tokens(ours: Stages, theirs: Stages) -> int:
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:
-    """Name the patch, token or layer of a row."""
+    """Describe a row as a patch, token or layer."""
     stage, what = name.split("/", 1)
     if name == STATES:
         return f"after layer {row - 1}" if row else "into layer 0"
@@ -372,7 +379,7 @@ def _cause(name: str, a: Tensor, b: Tensor) -> str:
 
 
 def _is_permuted(x: Tensor, y: Tensor) -> bool:
-    """Return whether the rows are equal but in a different order, judged by one random projection per row."""
+    """Return whether the rows are equal but in a different order; each row is represented by one random projection."""
     direction = torch.randn(x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(0))
     a, b = x @ direction, y @ direction
     near = 1e-3 * b.abs().max()
@@ -392,7 +399,7 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """Return a cause for different positions x, y (3, L): the same shift on all axes means shifted text."""
+    """Return a cause for different positions x and y, (3, L): the same shift on all axes means shifted text."""
     moved = x - y
     uneven = (moved != moved[:1]).any(0)
     if not uneven.any():

@@ -28,7 +28,7 @@ LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the maximum n
 
 
 class LimitKey(NamedTuple):
-    """A key in a checkpoint's files that limits how many tokens an image or video takes."""
+    """A key in a checkpoint's files that limits the number of tokens of an image or a video."""
 
     families: str
     medium: str  # "image" or "video"
@@ -40,7 +40,7 @@ class LimitKey(NamedTuple):
 def limit_table() -> str:
     """Return a Markdown table of the keys, their files and the quantities they limit.
 
-    For a video without a file of its own, the image's file counts.
+    For a video without its own file, the image's file counts.
     """
     return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
 
@@ -74,9 +74,9 @@ class MediaPlan:
 
 
 def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
-    """Plan a decoded image (PIL, or a `Blank`) or a `Video`, pruned by a rule of `PRUNERS`.
+    """Plan a decoded image (PIL or `Blank`) or a `Video`, pruned by a method in `PRUNERS`.
 
-    Raises ValueError if the family, the processor or the pruner does not accept it.
+    Raises ValueError if the family, the processor or the pruner does not accept the item.
     """
     if pruning_rate > 0:
         vlm.family.require("pruning")
@@ -122,7 +122,7 @@ def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> s
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count frames: planned as a video of sixteen frames, the
+    The item is an image, not a video, because GLM's budgets count frames. Planned as a video of sixteen frames, the
     image would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
@@ -157,7 +157,7 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` counts linear attention.
 
-    Latent attention (DeepSeek-V3's) stores the vector from which keys and values of all heads are computed.
+    Latent attention (as in DeepSeek-V3) stores the vector from which the keys and values of all heads are computed.
     """
     if latent := getattr(text_config, "kv_lora_rank", None):
         return text_config.num_hidden_layers * (latent + text_config.qk_rope_head_dim) * dtype.itemsize
@@ -168,7 +168,7 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
 
 
 def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes that linear-attention layers keep for one prompt, however long it is.
+    """Return the bytes that linear-attention layers keep for one prompt, regardless of its length.
 
     Each layer keeps the last inputs of its convolution, and one float32 matrix per head.
     """
@@ -182,10 +182,10 @@ def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """Estimate the tower's peak memory, which occurs in the MLP of a block or when queries and keys are rotated.
+    """Estimate the tower's peak memory, which is reached in the MLP of a block or when queries and keys are rotated.
 
-    Patch rows, residual and normed input exist in both cases. The rotation adds two float32 copies of queries and
-    keys, and a third copy in which the halves of each head are swapped.
+    Patch rows, the residual and the normed input exist in both cases. The rotation adds two float32 copies of queries
+    and keys, and a third copy with the halves of each head swapped.
     """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -203,11 +203,11 @@ def costs(
     """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes; `vlm` may be on
     "meta".
 
-    Without a language model (`load(..., text=False)`) the context is None, and its weights and cache take 0 bytes.
+    Without a language model (`load(..., text=False)`), the context is None, and its weights and cache take 0 bytes.
 
     media: decoded media, see `VLM.processor.decode`. pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
-    method. text_bytes: the bytes of the language model's weights, if `vlm` holds them in a different form from the
-    checkpoint (`stored_text_bytes`). `activation_bytes` estimates the tower's peak while it encodes that item alone;
+    method. text_bytes: the bytes of the language model's weights, if `vlm` stores them in a different form from the
+    checkpoint (`stored_text_bytes`). `activation_bytes` estimates the tower's peak while it encodes only that item;
     `memory_bytes` assumes that it encodes all items together.
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
@@ -253,7 +253,7 @@ def costs(
 def describe(
     vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, str]:
-    """Return `costs` in words, as rows of a table."""
+    """Return `costs` as text, in rows of a table."""
     found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
     tower, halves = vlm.encoder.config, found["weights_bytes_of"]
     parameters, largest = found["parameters"], found["largest_square_picture"]
@@ -325,7 +325,7 @@ def _parameters(module: Any) -> str:
 def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
     """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
-    Raises ValueError, naming the argument, for families without pixel limits, and for a minimum above the maximum.
+    Raises ValueError, naming the argument, for families without pixel limits, or for a minimum above the maximum.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
@@ -333,7 +333,7 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
         return
     if not isinstance(processor.image_config, PatchConfig):
         sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
-        raise ValueError(f"{next(iter(given))}: this family cuts images by other limits: {', '.join(sizes)}")
+        raise ValueError(f"{next(iter(given))}: this family has different limits: {', '.join(sizes)}")
     processor.image_config = replace(processor.image_config, **given)
     processor.video_config = replace(processor.video_config, **given)
 

@@ -10,7 +10,7 @@
     position_table   the learned table of a tower, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
-The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no media cache.
+The model itself is not changed. Such a run is eager even if the model has graphs, and it does not use a media cache.
 """
 
 import copy
@@ -27,7 +27,7 @@ from refvl.positions import mrope_delta
 from refvl.study.readout import share_weights
 from refvl.study.report import Trace
 
-RESULTS = {  # stage -> the record's field that it fills
+RESULTS = {  # stage -> the field of the record that it fills
     "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
     "positions": "positions",
 }  # fmt: skip
@@ -51,7 +51,7 @@ class Intervened(Trace):
             made = getattr(self, RESULTS[name])
             changed = _checked(name, made, self.changes[name](made))
             if isinstance(made, list):
-                made[:] = changed  # in place: the run refers to this list
+                made[:] = changed  # changed in place, because the run refers to this list
             else:
                 setattr(self, RESULTS[name], changed)
             if name == "positions":
@@ -95,7 +95,7 @@ def _checked(name: str, made: Any, changed: Any) -> Any:
     where = f"replace[{name!r}]"
     if isinstance(made, list):
         if not isinstance(changed, list | tuple) or len(changed) != len(made):
-            raise ValueError(f"{where}: expected a list of {len(made)}, got {_in_words(changed)}")
+            raise ValueError(f"{where}: expected a list of {len(made)} items, got {_in_words(changed)}")
         pairs = zip(made, changed, strict=True)
         return [_checked(f"{name}, {i}", old, new) for i, (old, new) in enumerate(pairs)]
     if isinstance(made, Patches) and isinstance(changed, Tensor):

@@ -1,4 +1,4 @@
-"""One image, line by line: the functions that a real request calls, in call order, and their numbers of lines.
+"""One image, line by line: the functions that a real request calls, in call order, and their line counts.
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
@@ -50,22 +50,22 @@ class Numbers(NamedTuple):
     """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
 
     functions: int  # entered
-    file_changes: int  # changes of file from one function to the next, in the order of first entry
+    file_changes: int  # changes from one file to another, in the order in which functions are first entered
     files: int
     lines: int  # the code lines of the functions entered
-    check_lines: int  # the lines among them that only check arguments
+    check_lines: int  # the lines in those functions that only check arguments
     whole_files: int  # the code lines of the files that contain these functions
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that was entered. Line numbers are those of its file, from 1."""
+    """A function that the request entered. Line numbers are those of its file, from 1."""
 
     path: Path
     file: str  # the path inside the recorded folder: "positions/mrope.py"
     name: str  # qualified: "VLM.read"
-    first: int  # the first line of the function, decorators included
-    calls: int  # a generator is counted again whenever it is resumed
+    first: int  # the first line of the function, including decorators
+    calls: int  # a generator counts again whenever it is resumed
     stage: str  # the stage in which it was first entered
     caller: tuple[str, int] | None  # the file and line of its first call
     ran: frozenset[int]  # the lines of its file that were executed
@@ -76,13 +76,13 @@ class Function:
 
     @property
     def lines(self) -> range:
-        """All lines of the function, decorators included."""
+        """All lines of the function, including decorators."""
         first, _, last = self.source.functions.get(self.first, (self.first,) * 3)
         return range(first, last + 1)
 
     @property
     def docstring(self) -> str:
-        """The function's docstring without the margin; "" if it has none."""
+        """The function's docstring without its margin, or "" if it has none."""
         return self.source.docstring_of(self.first)
 
 
@@ -94,7 +94,7 @@ class Journey:
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # per new token, the (vocabulary,) scores that decided it; empty with beams and drafts
+    scores: list[Tensor]  # per new token, the (vocabulary,) scores that determined it; empty with beams and drafts
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property
@@ -103,7 +103,7 @@ class Journey:
         return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
 
     def number_of(self, place: tuple[str, int] | None) -> int | None:
-        """Return the number (from 0) of the innermost function around a (file, line), None if there is none."""
+        """Return the index (from 0) of the innermost function around a (file, line), or None if there is none."""
         around = [i for i, f in enumerate(self.functions) if place and f.file == place[0] and place[1] in f.lines]
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
@@ -114,7 +114,7 @@ class Journey:
 class Recorder:
     """A trace function for `sys.settrace` that records the calls and lines in the files of a folder.
 
-    `stage` is the stage to which functions entered now belong; None means the next stage, which has not begun yet.
+    `stage` is the stage of the functions that are entered now; None means the next stage, which has not yet begun.
     """
 
     def __init__(self, folder: Path, skip: Sequence[str] = ()):
@@ -124,7 +124,7 @@ class Recorder:
         self.stages: list[str | None] = []  # of each function
         self.calls: dict[tuple[str, str, int], int] = {}  # by (file, name, first line), in the order of first entry
         self.callers: list[tuple[str, int] | None] = []  # of each function
-        self.events: dict[str, set[int]] = {}  # executed lines by file; files have the interpreter's names
+        self.events: dict[str, set[int]] = {}  # executed lines by file; file names are those of the interpreter
         self._open = set[FrameType]()  # generators of the stages in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -135,7 +135,7 @@ class Recorder:
         file = file.removeprefix(self.root)
         if frame.f_code is STAGE:
             self._turn(frame)
-        if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the function around it
+        if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the enclosing function
             self._enter(file, frame)
         lines = self.events.setdefault(file, set())
         lines.add(frame.f_code.co_firstlineno)
@@ -154,7 +154,7 @@ class Recorder:
         self.calls[key] = self.calls.get(key, 0) + 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
-        """Return the nearest line of the folder up the stack; other libraries may be in between."""
+        """Return the nearest line of the folder up the stack; there may be frames of other libraries in between."""
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(self.root) and file not in self.skip:
@@ -172,7 +172,10 @@ class Recorder:
             self.stage = frame.f_locals["name"]
 
     def forward(self, *_: Any) -> None:
-        """Record a call of the language model after the last stage timed by `Trace`; the first call is the prefill."""
+        """Record a call of the language model after the last stage timed by `Trace`.
+
+        The first such call is the prefill.
+        """
         if not self._open:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
@@ -224,7 +227,7 @@ def measure(functions: Sequence[Function]) -> Numbers:
 
 
 class _Scores(LogitsProcessor):
-    """A logits processor that keeps the scores from which each token is chosen, and changes none."""
+    """A logits processor that stores the scores from which each token is chosen and does not change them."""
 
     def __init__(self):
         self.kept: list[Tensor] = []
@@ -261,12 +264,12 @@ def follow(
 
 
 def shapes(journey: Journey) -> dict[str, str]:
-    """Return a short description of each stage's result, by stage."""
+    """Return a short description of the result of each stage."""
     return {stage: text for stage, text, _ in journey.trace.rows()}
 
 
 def listing(journey: Journey) -> str:
-    """Return every function in call order as text: "|" marks executed lines, and lines that check are one line."""
+    """Return every function in call order as text: "|" marks executed lines; lines that only check become one."""
     n = journey.numbers
     made = shapes(journey)
     text = [

@@ -20,13 +20,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def share_weights(module: Module) -> Module:
-    """Copy a module with its own submodules, hooks and configs, but the same tensors."""
+    """Copy a module with its own submodules, hooks and configs, but with shared tensors."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def margins(logits: Tensor) -> Tensor:
-    """Return the best of (..., V) logits minus the second best, (...) float32; 0 is a tie."""
+    """Return the best of (..., V) logits minus the second best, (...) float32; 0 means a tie."""
     best, second = logits.float().topk(2).values.unbind(-1)
     return best - second
 
@@ -34,13 +34,16 @@ def margins(logits: Tensor) -> Tensor:
 class Readout:
     """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are numbered over all tokens that the model has read, so chunks and rejected drafts make no difference. Row L
-    - 1 is the last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
+    Rows are numbered over all tokens that the model has read, so chunks and rejected drafts do not affect the numbers.
+    The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
     recorded.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
-        """model: a model whose output has `logits`, (B, rows, V). layers: its layers. length: L, the prompt tokens."""
+        """model: a model whose output has `logits`, (B, rows, V).
+
+        layers: its layers. length: L, the number of prompt tokens.
+        """
         self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
         self.states, self.first, self.by_row = list[Tensor](), list[Tensor](), dict[int, Tensor]()
         self.hooks = [
@@ -56,7 +59,10 @@ class Readout:
 
     @property
     def last_states(self) -> Tensor | None:
-        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer, not normed. On the CPU."""
+        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer, without the final norm.
+
+        On the CPU.
+        """
         return torch.stack([state.cpu() for state in self.states]) if self.states else None
 
     @property

@@ -1,8 +1,8 @@
-"""The stages of transformers' own model, recorded by hooks, so that `refvl.compare` can find why the two differ.
+"""The stages of transformers' own model, recorded with hooks, so that `refvl.compare` can find why the two differ.
 
-transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It is
-given refvl's prompt, and refvl's patch rows for videos, because its video processor samples files itself and needs
-torchvision. Neither of these is therefore recorded.
+transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It gets
+refvl's prompt, and refvl's patch rows for videos, because its own video processor samples files itself and needs
+torchvision. So neither the prompt nor these rows are recorded.
 """
 
 from collections.abc import Collection
@@ -31,7 +31,7 @@ IMAGE_PROCESSORS: dict[type, str] = {
 
 
 def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
-    """Raise ValueError for families whose model transformers does not have, and for prompts that it does not accept.
+    """Raise ValueError for families whose model transformers does not have, or for prompts that it does not accept.
 
     kinds: the kinds of media in a prompt, "image" and "video". transformers' GLM marks both with the same token, so it
     accepts only one kind.
@@ -43,7 +43,7 @@ def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """Return the prompt and pixels of a trace, before pruning, as inputs of transformers' `generate`.
+    """Return the prompt and pixels of a trace, before pruning, as inputs for transformers' `generate`.
 
     Raises ValueError if transformers' model does not accept them: see `check_recordable`.
     """
@@ -76,7 +76,8 @@ def wide_rows(output: Any) -> Tensor:
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
     """Run transformers' model, with the weights of the same checkpoint, on the media and the prompt of a refvl trace.
 
-    It has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable` does.
+    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable`
+    does.
     """
     check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)

@@ -1,6 +1,6 @@
 """Computations of released software that differ from refvl's, for comparison only.
 
-Each function is named after its effect and states where it was found. Notebooks 02 and 03 draw the consequences.
+Each function is named after its effect; its docstring names the releases. Notebooks 02 and 03 show the consequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 
 
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses max(h, w) positions, however far its time axis extends.
+    """Return positions (3, L) and delta if an item uses max(h, w) positions, regardless of the extent of its time axis.
 
     The rule of transformers 5.17 to 5.23: text after a long video gets positions that the video has already used.
     """
@@ -36,10 +36,10 @@ def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[
 
 
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses w positions, whatever its height and time.
+    """Return positions (3, L) and delta if an item uses w positions, regardless of its height and time.
 
     The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets positions
-    of the image's lower rows. There it is applied to the kept tokens, so restrict the result to them.
+    of the image's lower rows. vLLM applies the rule to the kept tokens, so restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
@@ -48,15 +48,15 @@ def text_uncounted_positions(
     input_ids, multimodal_positions: Sequence[Tensor], vision_start_token_id: int, image_token_id: int,
     video_token_id: int,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Return positions (3, L) and delta of a pruned prompt by a search that counts the media's tokens, but no text.
+    """Return positions (3, L) and delta of a pruned prompt, from a search that counts the media's tokens but no text.
 
-    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. If the text before an item is
-    longer than the items before it, the search for this item finds the start of an earlier one and overwrites it. The
-    later tokens of the item itself then share one position. On a server that prunes videos, this also affects prompts
-    with two images and no video.
+    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. Suppose the text before an item is
+    longer than the items before it. Then the search for this item finds the start of an earlier item and overwrites it.
+    The later tokens of the item itself then share one position. On a server that prunes videos, this also affects
+    prompts with two images and no video.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens - t, h,
-    w, extent, as in `compute_mrope_for_media`. vLLM has the width there instead of the extent.
+    w, extent, as in `compute_mrope_for_media`. vLLM has the width in that row instead of the extent.
     """
     ids = torch.as_tensor(input_ids)
     is_text = (ids != image_token_id) & (ids != video_token_id)
@@ -72,7 +72,7 @@ def text_uncounted_positions(
 
 
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
-    """Round integer positions to bfloat16, which has 8 significant bits: above 256 the odd ones are lost.
+    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 are lost.
 
     vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
 
@@ -85,8 +85,8 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
 def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
     """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered without gaps.
 
-    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there: the attention of
-    its text model does not rotate queries and keys, and its Mamba layers use only the order of the tokens.
+    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there, because the attention
+    of its text model does not rotate queries and keys. Its Mamba layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
 
@@ -94,8 +94,9 @@ def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
 def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: float) -> list[Tensor]:
     """Return EVS keep masks, (M,) bool, of the videos of a prompt, scored as one array of frames.
 
-    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video always keeps its first frame. The first
-    frame of every later video is compared with the last frame of the previous video, and all videos share one budget.
+    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video is guaranteed to keep its first frame. The
+    first frame of every later video is compared with the last frame of the previous video, and all videos share one
+    budget.
 
     videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
     """

@@ -25,8 +25,8 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 class Trace(Record):
     """One run, with the result of every stage; fields whose stage has not run are None.
 
-    The attentions and hidden_states of the language model and the tower are filled only on request. Q counts the
-    tokens that the model has read: the L tokens of the prompt and all new tokens but the last. token_ids[k] was chosen
+    The attentions and hidden_states of the language model and the tower are filled only on request. Q counts the tokens
+    that the model has read: the L tokens of the prompt, and all new tokens except the last. token_ids[k] was chosen
     after row L - 1 + k. N counts the patch rows of all media, concatenated in the order of `patches`. With
     `prefill_chunk`, patches, metadata, embeds and inputs_embeds are empty, because their tensors are freed during the
     run.
@@ -82,7 +82,7 @@ class Trace(Record):
     def save(self, folder: str | Path, *, provenance: Sequence = (), media: Sequence = ()) -> None:
         """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`.
 
-        provenance: `VLM.provenance`; media: the request's images and videos, as they were passed. With them,
+        provenance: `VLM.provenance`; media: the request's images and videos, as they were passed. With these,
         `refvl.compare` also names the files that differ, and the manifest contains `digest_of_inputs`.
         """
         files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
@@ -96,7 +96,10 @@ class Trace(Record):
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token: all stages except the decoding of later tokens. With beams, to the last token."""
+        """The seconds to the first token: all stages except the decoding of later tokens.
+
+        With beams, it is the time to the last token.
+        """
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
     @property
@@ -136,7 +139,7 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """Describe the tokens after the first forward: how many, how fast, and how many of all tokens were drafts."""
+    """Describe the tokens after the first forward: their number and rate, and the number of drafts among all tokens."""
     more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
     drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""

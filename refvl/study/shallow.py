@@ -1,6 +1,6 @@
 """A released shape at reduced depth, with random weights: the widths of a release before any download.
 
-Tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is small, too. Everything
+The tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is also small. Everything
 that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - comes from the release.
 """
 
@@ -21,12 +21,12 @@ PIXEL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, depth: int = 4, seed: int = 0) -> Path:
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
-    release: the JSON file of a released config; pixel limits come from the folder of that name, if there is one.
+    release: the JSON file of a released config; pixel limits come from the folder of the same name, if it exists.
     like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
-    of text layers. seed: the seed of the weights, which transformers draws as it does before training.
+    of text layers. seed: the seed for the weights, which transformers draws as it does before training.
 
-    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
-    the number of features that the tower passes to the text model.
+    Raises ValueError if `like` belongs to a different family, or if the folder is not empty. Also raises it if the
+    depth is less than the number of features that the tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
@@ -52,7 +52,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
 
 
 def _make_shallow(config: PretrainedConfig, depth: int) -> None:
-    """Cut both models to `depth` layers; lists of layers keep their length if each entry has weights."""
+    """Cut both models to `depth` layers; the list of DeepStack layers keeps its length, as each entry has weights."""
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []
     if depth < max(1, len(features)):

@@ -1,6 +1,6 @@
 """A file of the library, parsed: its code lines, the lines that only check, its functions, and its statements.
 
-Code lines exclude blank lines, comments and docstrings. All line numbers begin at 1.
+Code lines exclude blank lines, comments and docstrings. All line numbers start at 1.
 """
 
 import ast
@@ -17,7 +17,7 @@ _NO_CODE = {  # kinds of tokens that are not code
 
 
 class Source:
-    """A file of the library, parsed. All line numbers begin at 1.
+    """A file of the library, parsed. All line numbers start at 1.
 
     lines: the text. code: numbers of lines, without blank lines, comments and docstrings. checks: the code lines that
     only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a check function, and
@@ -42,14 +42,14 @@ class Source:
         return self.code & set(range(start, last + 1))
 
     def docstring_of(self, first: int) -> str:
-        """Return the docstring of the function that begins at a line, without its margin; "" if it has none."""
+        """Return the docstring of the function that begins at a line, without its margin, or "" if it has none."""
         return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
 
     def whole(self, events: set[int]) -> frozenset[int]:
         """Return the executed lines, extended to whole statements: the interpreter reports only some of their lines."""
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
-        for line in sorted(self.code, reverse=True):  # `else:` is not a statement; it runs if the next line runs
+        for line in sorted(self.code, reverse=True):  # `else:` is not a statement; it counts if the next line runs
             if self.lines[line].strip() in ("else:", "finally:") and after in ran:
                 ran.add(line)
             after = line
@@ -58,7 +58,7 @@ class Source:
 
 @cache
 def source_of(path: Path) -> Source:
-    """Return a file, parsed once."""
+    """Return a file, which is parsed only once."""
     return Source(path)
 
 

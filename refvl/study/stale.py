@@ -1,4 +1,4 @@
-"""The effect of a graph buffer that is not refilled: nothing fails, and the result is wrong.
+"""The effect of a graph buffer that is not refilled: there is no error, but the result is wrong.
 
 Every buffer is filled with a first batch, then all buffers but one with a second batch. The recording is replayed
 operation by operation and compared with a replay in which all buffers are refilled. This shows where the error begins
@@ -17,7 +17,7 @@ from refvl.graphs.recorder import TraceGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaleReplay:
-    """One replay. outputs: (budget, D), a copy. errors: one per operation's result, 0 if it is correct."""
+    """One replay. outputs: (budget, D), a copy. errors: the error of each operation's result, 0 if it is correct."""
 
     outputs: Tensor
     errors: list[float]
@@ -27,10 +27,10 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replay `batch` once per buffer that keeps its contents from `before`; results by buffer, "" if all are refilled.
+    """Replay `batch` once per buffer that keeps its contents from `before`; return results by buffer ("": all are new).
 
-    captured: a recording of the trace backend. before, batch: patch rows and plan of each. An error is the norm of the
-    difference relative to the correct result; for integers and booleans, the share that differs.
+    captured: a recording of the trace backend. before, batch: the patch rows and the plan of each. An error is the norm
+    of the difference relative to the correct result; for integers and booleans, the share that differs.
     """
     graph = captured.graph
     if not isinstance(graph, TraceGraph):

@@ -1,10 +1,10 @@
-"""Why two text models compute different states from the same inputs: causes are tested one by one, not guessed.
+"""Why two text models compute different states from the same inputs; causes are tested one by one, not guessed.
 
     recorded states of two runs   -> the odd run: the one whose states the model does not reproduce
     the model, one thing changed  -> the state where the runs diverge: does it equal that of the odd run?
     the best change, all layers   -> how much of the difference it explains
 
-A change is named if it explains the difference up to a thousandth, or as well as the unchanged model explains the
+A change is reported if it explains the difference up to a thousandth, or as well as the unchanged model explains the
 other run. Layers after the divergence do not run, and layers before it are not changed.
 
 Shape suffixes: L tokens of the prompt, D text model width, P rotary pairs, K head dimension, V vocabulary.
@@ -43,7 +43,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """The compared results: the last prompt token into layer 0 and out of each layer, and the first logits."""
+    """The compared results: the last prompt token's input to layer 0 and output of each layer, and the first logits."""
 
     states: Tensor  # (layers + 1, D)
     logits: Tensor  # (V,)
@@ -59,9 +59,9 @@ Change = Callable[[Any, Inputs], Inputs]  # changes the copy of a text model tha
 def explain(text: Any, a: Mapping[str, Tensor], b: Mapping[str, Tensor], row: int) -> tuple[str, str] | None:
     """Return "a" or "b", and the change of `text` that reproduces that run's states ("" if no tested change does).
 
-    text: the text model of one of the runs. a, b: recorded tensors by the names of `Stages`. row: where the runs
-    diverge, a row of last_states or the one after, the logits. Returns None if inputs or states were not recorded, or
-    belong to a different model.
+    text: the text model of one of the runs. a, b: recorded tensors by the names of `Stages`. row: the point where the
+    runs diverge: a row of last_states, or one row later for the logits. Returns None if inputs or states were not
+    recorded, or belong to a different model.
     """
     inputs, found = _inputs(a, b), [made for run in (a, b) if (made := _outputs(run))]
     if inputs is None or len(found) < 2 or row == 0:
@@ -108,11 +108,11 @@ def prefill(text: Any, inputs: Inputs) -> Outputs:
 
 
 def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: Outputs, row: int) -> str:
-    """Return the change that leaves the smallest difference at `row`, in words; "" if that is too large."""
+    """Return the change that leaves the smallest difference at `row`, as text; "" if that difference is too large."""
     short = share_weights(text)
     short.model.layers = short.model.layers[:row]
     before, kernels = _distance(ours, odd, row), _distance(ours, even, row)
-    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # the kernels of the even run differ, too
+    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # kernels make `ours` and `even` differ, too
 
     def left(change: Change) -> float:
         changed = share_weights(short)
@@ -120,7 +120,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
     found, head = dict[str, float](), len(ours.states)
     for name, change in _changes(text, inputs, row, left):
-        if left(change) <= enough:  # later rows have to agree, too, because features left out here may be added there
+        if left(change) <= enough:  # later rows also have to agree, because features left out here may be added there
             changed = share_weights(text)
             found[name] = _distance(prefill(changed, change(changed, inputs)), odd, head)
             if found[name] <= LEFT * _distance(ours, odd, head):
@@ -138,7 +138,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
         scale = _fitted(lambda factor: partial(_scale_logits, factor=factor), left, FACTORS)
         yield f"head: logits {scale:.4g} times as large", partial(_scale_logits, factor=scale)
     else:
-        if inputs.deepstack is not None and row > 1:  # features added after a layer appear in the output of the next
+        if inputs.deepstack is not None and row > 1:  # features added after a layer appear one layer later
             for name, change in DEEPSTACK.items():
                 yield f"layer {row - 2}: deepstack, {name}", change
         yield f"{at}: attention, not causal", lambda changed, given: replace(given, causal=False)
@@ -149,7 +149,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
     for half in HALVES:
         yield f"{at}: precision, computed in {word(half)}", partial(_compute_in, half=half)
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"]
-    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # otherwise earlier layers differ, too
+    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # otherwise earlier layers also differ
         for name, change in _rotary_changes(text, inputs, left):
             yield f"{at}: rotary, {name}", change
 
@@ -185,7 +185,7 @@ DEEPSTACK: dict[str, Change] = {
 
 
 def _rotary_changes(text: Any, inputs: Inputs, left: Callable[[Change], float]) -> Iterator[tuple[str, Change]]:
-    """Yield changes of axes, sections, angles and theta."""
+    """Yield changes to axes, sections, angles and theta."""
     t, h, w = inputs.positions_3L
     if not (torch.equal(t, h) and torch.equal(t, w)):
         for order in itertools.permutations(range(3)):
@@ -268,7 +268,7 @@ def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], 
     ordered = sorted(factors)
     shares = [left(change(factor)) for factor in ordered]
     best = shares.index(min(shares))
-    if not LEFT / 10 < shares[best] < 0.9:  # the factor is exact already, or far off
+    if not LEFT / 10 < shares[best] < 0.9:  # the factor is already exact, or far off
         return ordered[best]
     low, high = ordered[max(best - 1, 0)], ordered[min(best + 1, len(ordered) - 1)]
     for _ in range(STEPS):
@@ -284,19 +284,19 @@ def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], 
 
 
 def norms_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the norms: RMSNorm or LayerNorm, of torch, transformers or refvl."""
+    """Return the norms: RMSNorm or LayerNorm from torch, transformers or refvl."""
     return [module for module in modules if type(module).__name__.endswith("Norm")]
 
 
 def set_epsilon(norms: Iterable[nn.Module], epsilon: float) -> None:
-    """Set the epsilon of each norm, whatever its name."""
+    """Set the epsilon of each norm, under any attribute name."""
     for norm in norms:
         for name in {"eps", "variance_epsilon"} & vars(norm).keys():
             setattr(norm, name, epsilon)
 
 
 def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
-    """Round squares, mean and products of RMSNorms to `half`, as in code that does not compute them in float32."""
+    """Round the squares, mean and products of RMSNorms to `half`, as in code that does not compute them in float32."""
     for norm in norms:
 
         def forward(x: Tensor, norm: nn.Module = norm, inner: Callable = norm.forward) -> Tensor:
@@ -309,7 +309,7 @@ def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
 
 
 def _norms(changed: Any, row: int) -> list[nn.Module]:
-    """Return the norms of layer row - 1 and of all later layers; after the last layer, the final norm."""
+    """Return the norms of layer row - 1 and of all later layers, or the final norm after the last layer."""
     return norms_of([*changed.model.layers[row - 1 :].modules(), changed.model.norm])
 
 

@@ -1,4 +1,4 @@
-"""Why two towers compute different embeddings from the same patch rows: causes are tested one by one, not guessed.
+"""Why two towers compute different embeddings from the same patch rows; causes are tested one by one, not guessed.
 
 A tower uses sizes only through its plan (`Encoder.plan`), so most causes are plans with one field changed: segment
 lengths, window order, positions. A field from a different item's plan imitates a buffer that was not refilled.
@@ -25,7 +25,7 @@ Attempt = tuple[Any, Tensor, Any]  # (tower, rows, plan)
 def explain_tower(
     encoder: Any, patches_NC: Tensor, layouts: Sequence, medium: int, a_MW: Tensor, b_MW: Tensor
 ) -> tuple[str, str]:
-    """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none of them does).
+    """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none does).
 
     layouts: (t, h, w) in patches for all media of the run, or None. medium: the index of the item to which the rows
     belong.
@@ -35,7 +35,7 @@ def explain_tower(
     distances = [float((ours - x.float()).norm()) for x in (a_MW, b_MW)]
     odd = distances.index(max(distances))
     others = {i: encoder.plan([x]) for i, x in enumerate(layouts) if x is not None and i != medium}
-    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # kernels separate even runs that agree
+    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # different kernels separate even runs that agree
     for name, change in _changes(encoder, rows, plan, layouts[medium], others):
         tower, given, changed_plan = change()
         made = tower(given, metadata=changed_plan).cpu().float()
@@ -47,7 +47,7 @@ def explain_tower(
 def _changes(
     encoder: Any, rows: Tensor, plan: Any, grid: tuple[int, int, int], others: dict[int, Any]
 ) -> Iterator[tuple[str, Callable[[], Attempt]]]:
-    """Yield the name of every cause, and a function that returns tower, rows and plan with this cause."""
+    """Yield the name of every cause, and a function that returns the tower, rows and plan with this cause."""
 
     def planned(**changes: Any) -> Callable[[], Attempt]:
         return lambda: (encoder, rows, replace(plan, **changes))
@@ -85,7 +85,7 @@ def _line_by_line(rows_NC: Tensor, grid: tuple[int, int, int], encoder: Any) -> 
 
 
 def _left_over(plan: Any, others: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of other items' plans that fit into a buffer of this item's, with their names."""
+    """Yield the tensors from other items' plans that fit into a buffer of this item's plan, with their names."""
     for medium, other in others.items():
         for field in fields(plan):
             own, left = getattr(plan, field.name), getattr(other, field.name)

@@ -8,9 +8,9 @@
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on the copies, so no other call runs through them, in any thread, and no forward depends on them. Graphs
-are not touched, because their replays return no inner values. The tower's attention weights are computed from its
-queries and keys; the language model's come from transformers, which returns them only with eager attention.
+The hooks are on copies, so no other call runs through them in any thread, and no forward depends on them. Graphs
+are not used, because their replays return no inner values. The tower's attention weights are computed from its queries
+and keys. The language model's weights come from transformers, which returns them only with eager attention.
 
 Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
 step of generation.
@@ -41,7 +41,7 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 class SegmentAttention(NamedTuple):
     """The attention inside one segment of a block."""
 
-    rows: Tensor  # (S,) int64 patch rows of media concatenated in the order of `Trace.patches`; -1: a class token
+    rows: Tensor  # (S,) int64: patch rows of the media, concatenated in the order of `Trace.patches`; -1: a class token
     weights: Tensor  # (H, S, S): query, key; the sum over the keys is 1
 
 
@@ -74,7 +74,10 @@ class TowerWatch:
 
 
 class LanguageWatch:
-    """A copy of a language model, `language_model`, that shares weights; `options` make its `generate` return more."""
+    """A copy of a language model, `language_model`, that shares its weights.
+
+    `options` make its `generate` return more.
+    """
 
     def __init__(self, language_model: CausalTextModel, *, attentions: bool, hidden_states: bool):
         self.language_model = share_weights(language_model)
@@ -83,7 +86,10 @@ class LanguageWatch:
             self.language_model.set_attn_implementation("eager")
 
     def fill(self, trace: Trace, output: Any) -> None:
-        """Fill `attentions` and `hidden_states`; transformers returns one per token, and one for the whole prompt."""
+        """Fill `attentions` and `hidden_states`.
+
+        Transformers returns one for the whole prompt and one per later token.
+        """
         if output.attentions is not None:
             found = (_square(steps) for steps in zip(*output.attentions, strict=True))
             kinds = getattr(self.language_model.config, "layer_types", None) or range(len(output.attentions[0]))
@@ -95,7 +101,7 @@ class LanguageWatch:
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     """Return the attention of new token `token` to each token of an item, (layers with weights, H, M); 0 if pruned.
 
-    trace: a trace with attentions. Raises ValueError if it has none, and for items or tokens that do not exist.
+    trace: a trace with attentions. Raises ValueError if the trace has none, or for items or tokens that do not exist.
     """
     if not trace.attentions:
         raise ValueError("trace: expected attentions, got none; use trace(..., attentions=True)")
@@ -112,14 +118,17 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens; ValueError unless `trace` has hidden states."""
+    """Return (T, vocabulary) probabilities before each of T new tokens.
+
+    Raise ValueError unless `trace` has hidden states.
+    """
     if not trace.hidden_states:
         raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
 class _WatchedSegments:
-    """A wrapper of the `Segments` that a block receives, which keeps the weights of each segment."""
+    """A wrapper of the `Segments` that a block receives; it keeps the weights of each segment."""
 
     def __init__(self, segments: Segments, kept: list[list[Tensor]]):
         self.segments, self.kept = segments, kept
@@ -158,7 +167,7 @@ def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAtt
 
 
 def _firsts(places: Tensor, lengths: list[int]) -> Tensor:
-    """Return the patch row at each of a block's positions; after a fold, each is a window, named by its first patch."""
+    """Return the patch row at each position of a block; after a fold, a window is named by its first patch."""
     return places[:: len(places) // sum(lengths)]
 
 
@@ -173,8 +182,8 @@ def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
 def _square(steps: Sequence[Tensor]) -> Tensor:
     """Stack weights (1, H, Q, T) of the prompt and of each new token into (H, all Q, all Q), zero for later keys.
 
-    T may be less than all keys so far (a sliding window: the last ones) or more (a static cache: free space after
-    them).
+    T may be smaller than the number of keys so far (a sliding window: the last ones) or larger (a static cache: free
+    space after them).
     """
     total, seen, rows = sum(step.shape[2] for step in steps), 0, []
     for step in steps:
@@ -199,9 +208,9 @@ def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, op
 
 @contextmanager
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the largest magnitude in the output of any layer for more than one token, of tower and language model.
+    """Collect the largest magnitude in any output of a layer of tower or language model for more than one token.
 
-    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these hooks; for them, only
+    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these hooks, so for them only
     the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
@@ -249,7 +258,7 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
 
 
 def max_norm(x: Tensor) -> Tensor:
-    """Return the largest magnitude, nan if there is one, on the tensor's device."""
+    """Return the largest magnitude (nan if there is one) on the tensor's device."""
     return torch.linalg.vector_norm(x.detach(), torch.inf)
 
 
@@ -271,15 +280,15 @@ def trace(
 ) -> Trace:
     """Run like `chat`, but keep every stage and the time it took.
 
-    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of tower and language model
-    (see `Trace`). Both then run eagerly, on the same weights, even if graphs are captured. For long prompts that needs
-    much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`: f gets the result
-    of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With `prefill_chunk`
-    pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage. Raises
-    FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that cannot be
-    read, and for placeholders that do not match the media. Also raises them for a pruning rate outside [0, 1) and a
-    prompt longer than the context. The same errors are raised for options of `generate` that do not exist or do not
-    lead to one answer in text.
+    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of the tower and the
+    language model (see `Trace`). Both then run eagerly with the same weights, even if graphs are captured. For long
+    prompts, this needs much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`:
+    f gets the result of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With
+    `prefill_chunk`, pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage.
+    Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
+    cannot be read, or for placeholders that do not match the media. Also raises them for a pruning rate outside [0, 1)
+    and a prompt longer than the context. The same errors are raised for options of `generate` that do not exist or do
+    not lead to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {

@@ -1,10 +1,10 @@
-"""`python -m refvl check-gpu`: what this GPU runs, whether the results are correct, and how far from the floor.
+"""`python -m refvl check-gpu`: report which checks pass on this GPU, and how close its times are to the floor.
 
     environment   refvl, torch, driver, GPUs; and in words why nothing can run, if that is so
     checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
     result        a JSON, rewritten after every row, and a zip with it, a table and logs, to attach to an issue
 
-After any failure, the JSON contains the running check and all results so far, and does not count as passed.
+After a failure, the JSON contains the check that was running and all results so far, and does not count as passed.
 """
 
 import importlib
@@ -41,7 +41,7 @@ GOOD = ("passed", "skipped")  # a check in one of these states does not fail a r
 
 
 def describe_backend(backend: str) -> str:
-    """Return the kernel that a backend runs, with the version of its package, for tables."""
+    """Return the name of the kernel that a backend runs, with its package version, for tables."""
     match backend:
         case "varlen":
             return f"varlen: flash-attn 2 of torch {torch.__version__}"
@@ -62,9 +62,9 @@ def check_gpu(
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
     out: the JSON; a zip of the same name is written next to it. thorough: run every check, in at most ten minutes;
-    otherwise those of a minute. bench, checks, seconds: the work, the checks and the time limit, which only tests set.
-    Raises ValueError if `device` names no CUDA device. If the device cannot run anything, "problem" contains the
-    reason.
+    otherwise run those that fit in a minute. bench, checks, seconds: the work, the checks and the time limit; only
+    tests set them. Raises ValueError if `device` is not a CUDA device. If the device cannot run anything, "problem"
+    contains the reason.
     """
     try:
         device = torch.device(device)
@@ -98,7 +98,7 @@ def check_gpu(
 
 
 def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
-    """Run one check and record its rows, state and seconds. It raises only interrupts."""
+    """Run one check and record its rows, state and seconds. Only interrupts are raised."""
     entry["state"], start = "running", time.monotonic()
     report.save(zipped=True)
     try:
@@ -127,14 +127,14 @@ def _traceback() -> str:
 
 
 class Report:
-    """The files of a run, each written whole."""
+    """The files of a run; each write replaces a whole file."""
 
     def __init__(self, path: Path, result: dict, attachments: dict[str, str]):
         self.path, self.result, self.attachments = path, result, attachments
         self.zip_path = path.with_suffix(".zip")
 
     def save(self, *, zipped: bool = False) -> None:
-        """Write the JSON; zipped: the zip, too, with the table and the attachments."""
+        """Write the JSON; if `zipped`, also write the zip, with the table and the attachments."""
         text = json.dumps(self.result, indent=1) + "\n"
         _write(self.path, text.encode())
         if zipped:
@@ -161,7 +161,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return versions and GPUs, without torch.cuda, so it works on every machine."""
+    """Return the versions and the GPUs without using torch.cuda, so it works on every machine."""
     return {
         "refvl": refvl.__version__,
         "commit": _say(*GIT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if ROOT == CLONE else "",
@@ -177,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return name, capability, memory, torch's architectures, and the attention of a half-precision tower."""
+    """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention."""
     properties = torch.cuda.get_device_properties(device)
     kernels = {f"heads of {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS}
     return {
@@ -193,7 +193,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def find_problem(device: torch.device, cards: str) -> str:
-    """Return why nothing can run on `device`, in words; "" if it can. cards: the GPUs of nvidia-smi, one per line."""
+    """Return the reason why nothing can run on `device`, or "" if it can.
+
+    cards: the GPUs listed by nvidia-smi, one per line.
+    """
     listed = f"nvidia-smi lists {cards.splitlines()[0]}" if cards else "nvidia-smi lists no GPU"
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
@@ -221,10 +224,10 @@ def find_problem(device: torch.device, cards: str) -> str:
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Return whether a build of torch runs on a GPU. built_for: as `torch.cuda.get_arch_list()` returns it.
+    """Return whether a build of torch runs on a GPU. built_for: the return value of `torch.cuda.get_arch_list()`.
 
-    Kernels (sm_86) run on the same major capability and an equal or higher minor one; kernels with an "a" run only on
-    their own capability. Code for the driver's compiler (compute_90) runs on every later one.
+    Kernels (sm_86) run on GPUs with the same major capability and an equal or higher minor one. Kernels with an "a" run
+    only on exactly their capability. Code for the driver's compiler (compute_90) runs on all later capabilities.
     """
     for name in built_for:
         wanted = _capability(name)
@@ -236,7 +239,7 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
 
 
 def _capability(name: str) -> tuple[int, int]:
-    """Return the capability of a name: sm_120 is (12, 0)."""
+    """Return the capability in a name: sm_120 gives (12, 0)."""
     number = re.sub(r"\D", "", name)
     return int(number[:-1]), int(number[-1])
 
@@ -249,7 +252,7 @@ def _version(package: str) -> str | None:
 
 
 def _say(*command: str) -> str:
-    """Return what a command prints; "" if it is missing or fails."""
+    """Return the output of a command; "" if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -260,7 +263,7 @@ def _say(*command: str) -> str:
 
 
 def tables(result: dict) -> Iterator[Table]:
-    """Yield every check, with its tightest row; then every row that failed, and every time."""
+    """Yield every check with its tightest row, then every row that failed, and every time."""
     if result["problem"]:
         return
     table = Table("check", "state", "rows", "s", "closest to its limit, or why not", title="check-gpu")

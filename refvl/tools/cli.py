@@ -1,4 +1,4 @@
-"""`python -m refvl`: its commands. Any error is one line on stderr.
+"""`python -m refvl`: its commands. Any error is printed as one line on stderr.
 
 Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
 the reader of a pipe is gone.
@@ -50,19 +50,25 @@ PruningRate = Annotated[float, typer.Option(help="share of video tokens to drop,
 PrefillChunk = Annotated[int | None, typer.Option(help="prefill this many tokens of the prompt at a time")]
 SourceFile = Annotated[
     str | None,
-    typer.Option("--source", metavar="[FILE.html]", help="the code that ran, in call order; with a file, as a page"),
+    typer.Option(
+        "--source",
+        metavar="[FILE.html]",
+        help="print the code that ran, in call order; with a file, write it as a page",
+    ),
 ]
 LookupTokens = Annotated[
-    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; changes no answer")
+    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
-Adapter = Annotated[list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several add up")]
+Adapter = Annotated[
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several add up")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="first capture the vision tower in graphs")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
-PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that chooses them")]
+PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that selects the tokens to drop")]
 Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
     "Benchmark",
@@ -74,17 +80,17 @@ Benchmark = StrEnum(
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM, to be cleaned up after like Ctrl-C."""
+    """SIGTERM; it needs the same cleanup as Ctrl-C."""
 
 
 class Console(rich.console.Console):
-    """A console of rich that prints text literally, without markup, emoji codes or control characters."""
+    """A rich console that prints text literally, without markup, emoji codes or control characters."""
 
     def __init__(self, **options):
         super().__init__(**{"markup": False, "emoji": False} | options)
 
     def render(self, renderable, options=None) -> Iterator[Segment]:
-        """Yield rich's segments, with control characters in their text spelled out."""
+        """Yield rich's segments, with control characters in the text spelled out."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain(text), style, control)
 
@@ -94,16 +100,17 @@ class Console(rich.console.Console):
 
 
 def leave_pipe() -> NoReturn:
-    """Exit silently, with the status of a program whose reader is gone (`| head`)."""
+    """Exit silently, with the status of a program whose pipe was closed (`| head`)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # this is for output that is flushed at exit
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 @contextmanager
 def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
-    """Turn an error into one line on stderr and exit status 1, and Ctrl-C and SIGTERM into their status.
+    """Turn an error into one line on stderr and exit status 1; Ctrl-C and SIGTERM get their own statuses.
 
-    stopped: the text after those two. With REFVL_TRACEBACK=1 in the environment the traceback is printed first.
+    stopped: the text printed after Ctrl-C or SIGTERM. If the environment has REFVL_TRACEBACK=1, the traceback is
+    printed first.
     """
     try:
         with _sigterm_raises():
@@ -133,7 +140,7 @@ def _flush() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message in the command line's words, after the error's type unless refvl wrote the message."""
+    """Return the message with command-line names, after the error's type unless refvl wrote the message."""
     message = re.sub(r"^path_or_id:", "checkpoint:", plain(" ".join(str(error).split())))
     worded = message and isinstance(error, (ValueError, TypeError, OSError, ImportError))
     return message if worded else f"{type(error).__name__}: {message}"
@@ -141,7 +148,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Raise SIGTERM as an exception, so files are closed and a lock is removed; only a main thread can do that."""
+    """Raise SIGTERM as an exception, so files are closed and locks are removed; only the main thread can do that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -157,15 +164,15 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def command(stopped: str = "stopped", **options) -> Callable:
-    """Turn a function into a command of the command line that reports errors. options: of typer's `command`."""
+    """Turn a function into a command that reports errors in one line. options: of typer's `command`."""
     return lambda function: app.command(**options)(report_mistakes(stopped)(function))
 
 
 class SourceCommand(typer.core.TyperCommand):
-    """A command whose option --source may have a file, which ends in .html, or no value."""
+    """A command whose option --source accepts an optional file, which ends in .html."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Write the option as one word, in which nothing can follow the =."""
+        """Rewrite the option as a single word, which can end with "="."""
         words = list[str]()
         for word in args:
             if words and words[-1] == "--source=" and word.endswith(".html"):
@@ -182,30 +189,30 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="the version")]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")]
 
 
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error.")
 def _options(version: Version = False):
-    """Run a vision-language model, or look at what happens on the way."""
+    """Run a vision-language model, or inspect its stages."""
 
 
 @command()
 def chat(
     checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Argument(help="the question; none with --jsonl")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="the question; omit it with --jsonl")] = None,
     image: Images = None, video: Videos = None,
     jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object per line")] = None,
-    out: Annotated[str | None, typer.Option(help="file of the answers; by default FILE.answers.jsonl")] = None,
+    out: Annotated[str | None, typer.Option(help="the file for the answers; by default FILE.answers.jsonl")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Answer a question about images and videos; the text streams as it is generated.
+    """Answer a question about images and videos; the text is streamed as it is generated.
 
-    A line of --jsonl is {"prompt": ..., "images": [...], "videos": [...]}, and may have its own "max_new_tokens" and
-    "pruning_rate". Answers are in the same order; a failed request has an error instead, and the exit status is then 1.
-    The same command continues a run that was stopped.
+    A line of --jsonl is {"prompt": ..., "images": [...], "videos": [...]}, with an optional "max_new_tokens" and
+    "pruning_rate". Answers are in the same order; a failed request has an error instead of an answer, and the exit
+    status is then 1. To continue a run that was stopped, run the same command again.
     """
     load = partial(_load, checkpoint, device, dtype, attention, graphs, adapter)
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
@@ -223,7 +230,7 @@ def chat(
 
 
 def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, common: dict) -> None:
-    """Answer a file of requests, report which failed, and exit. single: arguments of a single question."""
+    """Answer a file of requests, report which failed, and exit. single: the arguments for a single question."""
     from refvl.serving.requests import answer_file
 
     if given := [name for name, value in single.items() if value not in (None, [])]:
@@ -241,15 +248,15 @@ def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
-    with_: Annotated[Other | None, typer.Option("--with", help="run transformers' model too, and compare")] = None,
+    with_: Annotated[Other | None, typer.Option("--with", help="also run transformers' model, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Answer a question and print every stage's shapes and seconds.
+    """Answer a question and print the shapes and times of every stage.
 
-    With --source the code that ran comes first: every function in call order, executed lines marked, checks folded.
-    With --source FILE.html it becomes a page, with the results of each stage.
+    With --source, print the code that ran first: every function in call order, with executed lines marked and checks
+    folded. With --source FILE.html, write the code as a page, with the results of each stage.
     """
     _check_request(prompt, video, pruning_rate)
     if source:
@@ -306,14 +313,17 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 @command()
 def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
-    b: Annotated[str, typer.Argument(help="another, of the same prompt and media")],
+    b: Annotated[str, typer.Argument(help="a second such folder, from a run with the same prompt and media")],
     rtol: Annotated[float | None, typer.Option(
-        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model what rounding "
-        "explains")] = None,
-    atol: Annotated[float, typer.Option(help="absolute tolerance, added to the other")] = 0.0,
+        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model the share that "
+        "rounding explains")] = None,
+    atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
     model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
 ):  # fmt: skip
-    """Compare two saved runs: the first difference, its size, location and usual cause; status 1 if they differ."""
+    """Compare two saved runs: print the first difference, its size, location and usual cause.
+
+    The exit status is 1 if they differ.
+    """
     vlm = refvl.load(model, progress=False) if model else None
     comparison = refvl.compare(a, b, rtol=rtol, atol=atol, model=vlm)
     print(plain(str(comparison)))
@@ -324,17 +334,20 @@ def compare(
 def info(
     checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
     image: Images = None, video: Videos = None,
-    min_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
-    max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
     fps: Annotated[float | None, typer.Option(help="frames per second to sample from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
-    files: Annotated[bool, typer.Option("--files", help="all files that determine the model, with digests")] = False,
-    tower: Annotated[bool, typer.Option("--tower", help="only the vision tower, as in `encode`")] = False,
+    files: Annotated[bool, typer.Option("--files", help="list the files of the model, with their digests")] = False,
+    tower: Annotated[bool, typer.Option("--tower", help="load only the vision tower, as in `encode`")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
-    """Print family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
+    """Print the family, its sizes, the token count of the given media step by step, and the memory needed.
+
+    Reads no weights.
+    """
     from refvl.loading import load
     from refvl.serving.provenance import sources
     from refvl.study.costs import costs, describe, set_pixel_limits, stored_text_bytes
@@ -372,21 +385,21 @@ def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; its contents are not encoded again")],
-    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share work among torchrun's ranks")] = False,
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="rename other programs' files that are in the way")] = False,
+    force: Annotated[bool, typer.Option("--force", help="rename files of other programs if necessary")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Encode images and videos to safetensors, for an engine that accepts embeddings.
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    Videos are sampled as in `chat`, and skipped if the model accepts only images. From tar files, also those in the
-    folder, only images are read. `refvl.serving.handover.vllm_inputs` passes the embeddings to vLLM.
+    Videos are sampled as in `chat`, and skipped if the model accepts only images. Only images are read from tar files,
+    including those in the folder. `refvl.serving.handover.vllm_inputs` passes the embeddings to vLLM.
 
-    An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
-    the exit status is 1. The same command continues a run that was stopped, and encodes images that are new or changed.
-    In the manifest, a path that is not UTF-8 is percent-encoded after "./".
+    If an image cannot be read, stderr and the manifest name it with the reason, the others are encoded, and the exit
+    status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again. In the
+    manifest, a path that is not valid UTF-8 is percent-encoded after "./".
     """
     from refvl.serving.export import encode_folder
 
@@ -406,12 +419,14 @@ def encode(
 
 @command()
 def bench(
-    name: Annotated[Benchmark, typer.Argument(help="what to measure")],
+    name: Annotated[Benchmark, typer.Argument(help="the benchmark to run")],
     device: Device = "auto",
-    repeats: Annotated[int | None, typer.Option(help="timed calls; the default is the benchmark's own")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="the number of timed calls; each benchmark has its own default")
+    ] = None,
     write: Annotated[bool, typer.Option(help="write the result to data/measurements")] = False,
 ):
-    """Measure on this machine; needs a clone of the repository."""
+    """Run a benchmark on this machine; needs a clone of the repository."""
     import torch
 
     from refvl.paths import DATA, check_clone
@@ -424,7 +439,7 @@ def bench(
     if (root := str(DATA.parent)) not in sys.path:
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
-    module = importlib.import_module(f"benchmarks.{name.value}")  # it is next to the package and not installed
+    module = importlib.import_module(f"benchmarks.{name.value}")  # benchmarks are next to the package and not installed
     taken = inspect.signature(module.run).parameters
     module.run(write=write, **{option: value for option, value in options.items() if option in taken})
 
@@ -444,7 +459,7 @@ def demo(
 
 
 @command()
-def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without notebooks and data")]):
+def notebooks(folder: Annotated[Path, typer.Argument(help="a folder that contains no notebooks and no data")]):
     """Write the notebooks of the course and their data into a folder."""
     from refvl.paths import copy_course
 
@@ -454,13 +469,17 @@ def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without note
 @command(stopped="stopped; the JSON contains the checks so far")
 def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
-    thorough: Annotated[bool, typer.Option("--all/--quick", help="every check, or those of a minute")] = False,
-    out: Annotated[str, typer.Option(help="the JSON file; a zip to attach is written next to it")] = "check-gpu.json",
+    thorough: Annotated[
+        bool, typer.Option("--all/--quick", help="run every check, or those that fit in a minute")
+    ] = False,
+    out: Annotated[
+        str, typer.Option(help="the JSON file; a zip file for a report is written next to it")
+    ] = "check-gpu.json",
 ):
-    """Check what a CUDA device runs: attention, towers, answers, graphs, streams, times.
+    """Check a CUDA device: attention, towers, answers, graphs, streams and timings.
 
-    A minute with --quick, the default, and at most ten with --all. If a check fails, the exit status is 1, and the
-    files are still complete.
+    The default, --quick, takes a minute, and --all takes at most ten. If a check fails, the exit status is 1, but the
+    files are complete.
     """
     from refvl.tools import check_gpu as checks
 
@@ -491,7 +510,7 @@ def _load(
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:
-    """Check the request before a model is loaded; sampling: options of videos that were given."""
+    """Check the request before a model is loaded; sampling: the given video options."""
     from refvl.checks import check_pruning_rate
 
     check_pruning_rate(pruning_rate, "pruning_rate")
@@ -507,9 +526,11 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:  # closed by `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")  # names need not be valid UTF-8
     typer.rich_utils.Console = partial(Console, markup=True)  # type: ignore[misc, assignment]  # for help and errors
     with report_mistakes():
         try:

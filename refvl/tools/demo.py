@@ -3,6 +3,7 @@
 Everything shown comes from a `Trace`.
 """
 
+import importlib.util
 from pathlib import Path
 
 from rich.console import Console
@@ -19,19 +20,19 @@ PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
 PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
-PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # data/README.md has the answers
+PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # data/README.md lists the answers
 PRUNING_RATE = 0.5
 TOY = """\
-The shipped models are toys, trained on drawn scenes of coloured shapes; the next image and video are held-out scenes.
-Ask about the color, shape, place or motion of an object; to anything else they say so:"""
+The shipped models are toys, trained on drawn scenes of coloured shapes. The next image and video are held-out scenes.
+Ask about the color, shape, place or motion of an object. If you ask anything else, such as "hello", they reply:"""
 
 
 def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
-    """Ask two questions about an image and two about a video, with a table of stages and figures."""
+    """Ask two questions about an image and two about a video; print a table of stages and write figures."""
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
     if checkpoint == CHECKPOINT:
-        console.print(f"\n{TOY} hello [bold]{model.chat('hello')}[/bold]")
+        console.print(f"\n{TOY} [bold]{model.chat('hello')}[/bold]")
     picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
@@ -40,10 +41,13 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
         f"\nthe video with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
         f"({before} prompt tokens became {after})"
     )
-    console.print("\nThe next photo and video were in the shipped model's training data: it knows them by heart.")
+    console.print("\nThe next photo and video were in the training data, so the shipped model has memorised them.")
     photo = ask(console, model, PHOTO, (PHOTO_QUESTION,), images=[PHOTO])
     film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
     console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("figures: need matplotlib; pip install 'refvl[notebooks]'", markup=False, highlight=False)
+        return
     for path in write_figures(model, picture, clip, pruned, photo, film, out):
         console.print(f"figure: {path}", highlight=False)
     console.print(f"all figures are in {out}", highlight=False)

@@ -1,4 +1,4 @@
-"""The checks of `python -m refvl check-gpu`: each is a function of a `Bench` that yields rows.
+"""The checks of `python -m refvl check-gpu`: each one is a function of a `Bench` that yields rows.
 
     attention       every backend against float64 on irregular segments
     pixels          rows normalised on the GPU against the CPU, bit for bit
@@ -12,7 +12,7 @@
     times           a tower of the 7B's width: eager, planned, graph alone, graph with packing, compiled
     decode          one token of a text model of the 7B's width
 
-A row has (what, measured, allowed); allowed None sets no limit. `python -m refvl.tools.gpu_checks`
+A row contains (what, measured, allowed); if allowed is None, there is no limit. `python -m refvl.tools.gpu_checks`
 rewrites the expected results.
 
 Shape suffixes: N rows, H heads, K head dimension, M output tokens, D hidden.
@@ -60,7 +60,7 @@ from refvl.study.arithmetic import encoder_operations
 
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
-HEAD_DIMS = (64, 72, 80, 112, 128)  # those of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
+HEAD_DIMS = (64, 72, 80, 112, 128)  # of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
 LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # of segments; random lengths would not put empty ones first, last and between
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
@@ -68,7 +68,7 @@ SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
 RANKS = ("nccl", "cuda")  # the backend of `data parallel`'s process group, and the devices on which it encodes
 QUESTIONS: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # token ids of each shipped model; every token wins by at least 3 logits, so rounding changes none
+] = {  # token ids of each shipped model; every token wins by at least 3 logits, so rounding does not change any
     "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
@@ -78,7 +78,7 @@ QUESTIONS: dict[
 }
 if "minicpmv4_7" not in CONFIG_MAPPING:  # transformers before 5.23
     del QUESTIONS["tiny-minicpmv-4_7"]
-MINICPMV = {  # config.json of a small MiniCPM-V
+MINICPMV = {  # the config.json of a small MiniCPM-V
     "hidden_size": 64, "query_num": 4, "scale_resolution": 56,
     "vision_config": {
         "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98,
@@ -102,8 +102,8 @@ class Bench:
     clip: tuple[int, int, int] = (8, 36, 36)
     text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
     prompt: int = 1024  # the number of tokens before the decode step
-    repeats: int = 20  # the number of timed calls, and of each thread's calls in `streams`
-    attachments: dict[str, str] = field(default_factory=dict)  # the files of the zip: name -> text
+    repeats: int = 20  # the number of timed calls, and of the calls of each thread in `streams`
+    attachments: dict[str, str] = field(default_factory=dict)  # the files in the zip: name -> text
 
     @property
     def half(self) -> torch.dtype:
@@ -111,10 +111,10 @@ class Bench:
 
 
 def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
-    """Return one check's row. measured must be at most allowed; allowed None sets no limit."""
+    """Return one row of a check. measured must be at most allowed; if allowed is None, there is no limit."""
     measured = float(measured)
     passed = allowed is None or measured <= allowed  # nan fails
-    kept = measured if isfinite(measured) else str(measured)  # JSON has no representation of nan
+    kept = measured if isfinite(measured) else str(measured)  # JSON cannot represent nan
     return {"check": check, "measured": kept, "allowed": allowed, "unit": unit, "passed": passed}
 
 
@@ -123,21 +123,21 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
 
 @torch.inference_mode()
 def check_attention(bench: Bench) -> Iterator[dict]:
-    """Compare each backend, dtype and head dimension with float64, as a share of the largest value.
+    """Compare each backend, dtype and head dimension with float64; the error is a share of the largest value.
 
     The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each by at most eps /
-    2; float32 sums of 257 terms add no error visible in half precision.
+    2. The float32 sums of 257 terms add no error visible in half precision.
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:
             generator = torch.Generator().manual_seed(head_dim)
             qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
-            q, k, v = qkv.unbind(1)  # these are strided, like the result of a fused projection
+            q, k, v = qkv.unbind(1)  # these are strided, like the output of a fused projection
             exact = _exact_attention(q, k, v)
             for backend in available_backends(bench.device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
                 out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
-                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # for float32; tf32 is not considered
+                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # the bound for float32; tf32 is not considered
                 error = float((out.double() - exact).abs().max() / v.double().abs().max())
                 yield row(f"{backend}, {_name(dtype)}, heads of {head_dim}", error, steps * torch.finfo(dtype).eps)
 
@@ -151,7 +151,7 @@ def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_pixels(bench: Bench) -> Iterator[dict]:
-    """Copy an image and a video as bytes and normalise them on the device. Oracle: the CPU, bit for bit."""
+    """Copy an image and a video to the device as bytes and normalise them there. Oracle: the CPU, bit for bit."""
     config = PatchConfig(min_pixels=784)
     with Image.open(SCENE) as image:
         media = {"an image": levels_of_image(image.convert("RGB"), config)[0]}
@@ -167,15 +167,15 @@ def check_pixels(bench: Bench) -> Iterator[dict]:
 
 @cache
 def towers() -> dict[str, Any]:
-    """Return family -> its encoder, each once."""
+    """Return a mapping from each family to its encoder, each encoder once."""
     classes = {family.encoder: family.name.partition(",")[0] for family in reversed(FAMILIES)}
     return {name: encoder for encoder, name in reversed(classes.items())}
 
 
 def build_tower(name: str) -> tuple[Any, Tensor, list]:
-    """Build a small tower in float32 on the CPU, with rows and the layouts of two items.
+    """Build a small float32 tower on the CPU, with patch rows and the layouts of two items.
 
-    Weights and rows are exact in float16, so any difference comes from rounding in between.
+    Weights and rows are exact in float16, so any difference comes from rounding during the computation.
     """
     encoder_class = towers()[name]
     if hasattr(encoder_class, "config_class") and hasattr(encoder_class.config_class, "tiny"):
@@ -197,7 +197,10 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 
 @torch.inference_mode()
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
-    """Compare each tower in float32 and float16 with a CPU's float32: eager, by graphs A, B, A again; or compiled."""
+    """Compare each tower in float32 and float16 with float32 on a CPU: eager.
+
+    By graphs on A, B and A again; and compiled.
+    """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
     expected = load_file(EXPECTED)
@@ -221,7 +224,7 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
 
 
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
-    """Replay A, B and A. Return the largest error, and how many values of A differ the second time."""
+    """Replay A, B and A. Return the largest error, and the number of values of A that differ the second time."""
     manager = EncoderGraphManager(encoder, budgets=_budgets(encoder, layouts), progress=False)
     tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
     parts, errors, outs = rows.split(_row_counts(encoder, layouts)), [], []
@@ -249,7 +252,10 @@ def _budgets(encoder: Any, layouts: list):
 
 @torch.inference_mode()
 def check_answers(bench: Bench) -> Iterator[dict]:
-    """Compare token ids of every shipped model in float32, half precision and graphs. Oracle: a CPU in float32."""
+    """Compare the token ids of every shipped model in float32, in half precision and with graphs.
+
+    Oracle: a CPU in float32.
+    """
     expected = load_file(EXPECTED)
     for name, (question, media) in QUESTIONS.items():
         wanted = expected[f"ids {name}"].tolist()
@@ -266,7 +272,7 @@ def check_answers(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def check_graphs(bench: Bench) -> Iterator[dict]:
-    """Compare replays of A, B, A with the eager tower, also after freed memory was overwritten and after a compile."""
+    """Compare replays of A, B and A with the eager tower, also after overwriting freed memory and after a compile."""
     encoder = _random_tower(bench.small)
     grids = [(1, bench.sides[0], bench.sides[0])]
     growth = _growth(encoder, _pixels(encoder, grids), grids)
@@ -315,7 +321,7 @@ def check_streams(bench: Bench) -> Iterator[dict]:
 
 
 def check_data_parallel(bench: Bench, seconds: float = 120) -> Iterator[dict]:
-    """Let two processes, each with a GPU, share four items. Oracle: one process."""
+    """Let two processes, each with its own GPU, share four items. Oracle: one process."""
     backend, kind = RANKS
     if kind == "cuda" and torch.cuda.device_count() < 2:
         raise Skipped("needs two GPUs, but torch sees one")
@@ -392,7 +398,7 @@ def said_last(bench: Bench) -> str:
 
 @torch.inference_mode()
 def measure_times(bench: Bench) -> Iterator[dict]:
-    """Measure milliseconds by CUDA events, medians; the floor is the tower's matmuls at the rate of a large one."""
+    """Measure median milliseconds with CUDA events; the floor is the tower's matmuls at the rate of a large one."""
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
     patch = encoder.config.patch_size
     inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
@@ -430,7 +436,10 @@ def measure_times(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Measure milliseconds of one token after a prompt; the floor reads the weights once at a large copy's rate."""
+    """Measure milliseconds for one token after a prompt.
+
+    The floor reads the weights once at the rate of a large copy.
+    """
     config = families.read_config(bench.text)
     text, model_class = families.text_config_of(config), families.find_family(config).text_model
     model: Any = random_language_model(text, dtype=bench.half, device=bench.device, model_class=model_class)
@@ -447,7 +456,7 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
 
 
 def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
-    """Return the median of many calls after three, by CUDA events."""
+    """Return the median of many calls, after three warm-up calls, measured with CUDA events."""
     times = []
     for _ in range(3 + bench.repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -472,7 +481,8 @@ def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
 def _draw_weights(encoder: Any) -> torch.Generator:
     """Set wide weights: attention is sharp, and wrong positions change the output by a tenth or more.
 
-    A layer's outputs are 1.6 times as wide as its inputs, whatever its width. Returns the generator, for the inputs.
+    A layer's outputs are 1.6 times as wide as its inputs at every layer width. Returns the generator, for drawing the
+    inputs.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -487,14 +497,14 @@ def _draw_weights(encoder: Any) -> torch.Generator:
 
 
 def _random_tower(config: Qwen2_5_VisionConfig) -> Any:
-    """Build values on the CPU, in float32: the same everywhere."""
+    """Build float32 values on the CPU, so they are the same on every machine."""
     encoder = Qwen2_5_VisionTransformer(config).eval().requires_grad_(False)
     _draw_weights(encoder)
     return encoder
 
 
 def _manager_and_pictures(bench: Bench, encoder: Any):
-    """Return graphs of one budget, and two images "A" and "B" that fit: rows and grids."""
+    """Return graphs of one budget, and two images "A" and "B" that fit it: rows and grids."""
     sides = bench.sides[:2]
     budgets = [max(sides) ** 2 // encoder.config.block_size]
     manager = EncoderGraphManager(encoder, budgets=budgets, max_items=4, max_frames=4, progress=False)
@@ -514,17 +524,17 @@ def _row_counts(encoder: Any, layouts: list) -> list[int]:
 
 @torch.inference_mode()
 def _growth(encoder: Any, rows: Tensor, layouts: list) -> float:
-    """Return the growth of a small relative change of the rows, at least 1: rounding errors grow alike."""
+    """Return the growth of a small relative change of the rows, at least 1; rounding errors grow at the same rate."""
     noise = 1e-4 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
     before, after = encoder(rows, layouts), encoder(rows * (1 + noise), layouts)
     return max(1.0, float((after - before).pow(2).mean().sqrt() / (1e-4 * before.abs().max())))
 
 
 def _allowed(encoder: Any, dtype: torch.dtype) -> float:
-    """Return the allowed error as a share of the largest value: a dozen roundings per block, and two blocks' more.
+    """Return the allowed error as a share of the largest value: a dozen roundings per block, and two more blocks'.
 
-    n roundings, each by at most eps / 2, up as often as down, add up to less than 2 * sqrt(n) * eps. In float32 the
-    sums inside a matmul count, too: some hundred terms.
+    n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps. In float32 the
+    sums inside a matmul count, too: several hundred terms.
     """
     blocks = len(list(encoder.blocks))
     roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)
@@ -532,7 +542,7 @@ def _allowed(encoder: Any, dtype: torch.dtype) -> float:
 
 
 def _error(out_MD: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference as a share of the largest value; `wanted` may contain every nth column."""
+    """Return the largest difference as a share of the largest value; `wanted` may contain only every nth column."""
     step = out_MD.shape[1] // wanted.shape[1]
     out, want = out_MD[:, ::step].double().cpu(), wanted.double().cpu()
     return float((out - want).abs().max() / want.abs().max())

@@ -10,7 +10,6 @@ from refvl.viz.evs import (
     plot_dissimilarity,
     plot_keep_mask,
     plot_keep_masks,
-    plot_kept_per_frame,
     plot_pruned_positions,
 )
 from refvl.viz.explore import (
@@ -68,7 +67,6 @@ from refvl.viz.minicpmv import (
 from refvl.viz.parallel import plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import plot_patch_rows, plot_patches
 from refvl.viz.positions import (
-    plot_clip_positions,
     plot_mrope_axes,
     plot_place_answers,
     plot_position_grid,
@@ -115,7 +113,6 @@ __all__ = [
     "plot_boxes",
     "plot_buffers",
     "plot_canvas",
-    "plot_clip_positions",
     "plot_clip_prompt",
     "plot_clip_tokens",
     "plot_cost_curves",
@@ -132,7 +129,6 @@ __all__ = [
     "plot_gpu_estimates",
     "plot_keep_mask",
     "plot_keep_masks",
-    "plot_kept_per_frame",
     "plot_launches",
     "plot_mrope_axes",
     "plot_packing",

@@ -2,7 +2,6 @@
 
 plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
-plot_kept_per_frame    how many tokens of each frame the rules keep
 plot_dissimilarity     how much each token changed since the frame before
 plot_pruned_positions  the full layout of a prompt above the layout of the kept tokens
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
@@ -63,33 +62,6 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
             panel.set_title(f"{kept} of {h * w}", fontsize=8)
     axes[0, 0].figure.suptitle("")
     return axes
-
-
-def plot_kept_per_frame(
-    masks: dict[str, Tensor], num_frames: int, budgets: dict[str, Tensor] | None = None, *, title: str = "", ax=None
-) -> Axes:
-    """Draw bars of the tokens that each rule keeps per frame, and marks of the number that it first meant to keep.
-
-    masks: {name: (M,) bool}. budgets: {name: (num_frames,)} before the total was matched, for some of them.
-    """
-    ax = axes_or_new(ax, figsize=(8, 2.6))
-    steps, width = np.arange(num_frames), 0.8 / len(masks)
-    for i, (name, keep_M) in enumerate(masks.items()):
-        places = steps + (i - (len(masks) - 1) / 2) * width
-        kept = keep_M.view(num_frames, -1).sum(1).cpu()
-        ax.bar(places, kept, width, color=(KEPT, HIGHLIGHT)[i % 2], label=f"{name}: {int(kept.sum())} tokens")
-        if budgets and name in budgets:
-            label = f"{name}, before the sum is met: {int(budgets[name].sum())}"
-            ax.plot(places, budgets[name].cpu(), "_", color="black", ms=12, mew=2, label=label)
-    ax.set(
-        title=title,
-        xlabel="step of the grid",
-        ylabel="tokens kept",
-        xticks=steps,
-        ylim=(0, keep_M.numel() / num_frames),
-    )
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
-    return ax
 
 
 def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:

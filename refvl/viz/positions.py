@@ -5,7 +5,6 @@ plot_positions      t, h, w along the prompt, with shaded media
 plot_position_grid  t, h, w of an item's tokens, frame by frame
 plot_mrope_axes     which axis rotates which rotary pair
 plot_place_answers  which location the model names for each true location
-plot_clip_positions positions around one video, from its seconds and size
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.positions import MediaSpan, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}
@@ -199,19 +198,4 @@ def plot_place_answers(
     ax.set_title(
         f"{title}: {right} of {len(truths)} correct" if title else f"{right} of {len(truths)} correct", fontsize=10
     )
-    return ax
-
-
-def plot_clip_positions(
-    second_per_grid: float, side: int, *, t: int = 6, text: int = 8, ax: Axes | None = None
-) -> Axes:
-    """Draw positions of a video of t grid steps of side x side merged tokens between two texts of `text` tokens.
-
-    second_per_grid: seconds per grid step; two positions per second, as in the released checkpoints.
-    """
-    span = MediaSpan(text, t, side, side, t_factor=2.0 * second_per_grid)
-    positions, delta = get_mrope_input_positions(span.num_tokens + 2 * text, [span])
-    title = f"{t} steps of {side} x {side} tokens,\n{second_per_grid:g} s each: delta {delta}"
-    ax = plot_positions(positions, [span], kinds=["video"], title=title, ax=ax)
-    ax.set_ylim(-1, 70)
     return ax

@@ -223,7 +223,7 @@ def test_blocks_of_another_size_are_refused(parts, tmp_path):
     folder = shutil.copytree(parts("Qwen2.5-VL").folder, tmp_path / "folder")
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"merge_size": 4}))
-    with pytest.raises(ValueError, match="merge_size: config.json has spatial_merge_size=2, preprocessing"):
+    with pytest.raises(ValueError, match="merge_size: config.json has spatial_merge_size=2, but preprocessing"):
         families.load_processor(folder, families.read_config(folder))
 
 

@@ -39,6 +39,13 @@ def test_a_text_model_of_step3_without_sizes_is_the_released_one():
     assert {name: getattr(default, name) for name in names} == {name: getattr(config, name) for name in names}
 
 
+def test_a_vision_config_of_step3_without_sizes_is_the_released_one():
+    config = released("Step3").vision_config
+    default = type(config)()
+    names = type(config).__annotations__.keys() - {"intermediate_size", "crop_size", "max_side", "layer_norm_eps"}
+    assert {name: getattr(default, name) for name in names} == {name: getattr(config, name) for name in names}
+
+
 def test_minicpmv_without_sizes_is_the_released_one():
     default = {field.name: field.default for field in fields(MiniCPMVEncoderConfig)}
     assert default["query_num"] == released("MiniCPM-V-4_5").query_num

@@ -269,7 +269,7 @@ def test_from_config_takes_all_of_them(family):
 
 
 BAD = [
-    ({"hidden_act": "gelu"}, "hidden_act: the tower is written for 'silu', got 'gelu'"),
+    ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
     ({"hidden_size": 66}, "hidden_size: must be num_heads times .* got 66 for 4 heads"),
     ({"num_heads": 32}, "hidden_size: must be num_heads times .* multiple of 4, got 64 for 32 heads"),
     ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),  # of GLM-4.1V's table

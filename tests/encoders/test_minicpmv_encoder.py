@@ -171,7 +171,7 @@ def test_bad_layouts_are_named(encoder, layouts, error, message):
 
 @pytest.mark.parametrize("version", ["2.0", "2.5", "2.6", "4.0"])
 def test_times_are_for_4_5(version):
-    with pytest.raises(ValueError, match=r"layouts\[0\]\[0\]: temporal ids are read by MiniCPM-V 4.5 alone"):
+    with pytest.raises(ValueError, match=r"layouts\[0\]\[0\]: expected temporal ids only for MiniCPM-V 4.5"):
         build(version).check_layouts([CLIP])
 
 

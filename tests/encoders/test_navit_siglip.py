@@ -216,7 +216,7 @@ def test_bad_input_is_named(ours, shape, sizes, seen, error, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act: the tower is written for 'gelu_pytorch_tanh', got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'gelu_pytorch_tanh', got 'gelu'"),
         ({"hidden_size": 50, "num_attention_heads": 4}, "hidden_size: must be a multiple of num_attention_heads=4"),
         ({"image_size": 10}, "image_size: must be at least patch_size=14, got 10"),
     ],

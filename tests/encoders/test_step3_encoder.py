@@ -163,14 +163,17 @@ def test_configs_of_every_kind():
     assert Step3VisionConfig.from_hf(whole).out_hidden_size == 1
     assert Step3VisionConfig.from_hf(whole, hidden_size=2).out_hidden_size == 2
     assert Step3VisionConfig.from_hf({}) == Step3VisionConfig()
+    two_patches = 2 * TINY.patch_size  # the smallest crop
+    assert Step3VisionConfig.from_hf(vision | {"crop_size": two_patches}, **EXTRA).crop_size == two_patches
 
 
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"hidden_act": "gelu"}, ValueError, "hidden_act: the tower is written for 'quick_gelu', got 'gelu'"),
+        ({"hidden_act": "gelu"}, ValueError, "hidden_act: expected 'quick_gelu', got 'gelu'"),
         ({"hidden_size": 50, "num_attention_heads": 4}, ValueError, "hidden_size: must be a multiple of"),
         ({"image_size": 20}, ValueError, "image_size: must be at least two patches"),
+        ({"crop_size": 27}, ValueError, "crop_size: must be at least two patches of 14, got 27"),
         (3, TypeError, "config: expected a dict"),
     ],
     ids=str,

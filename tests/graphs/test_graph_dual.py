@@ -115,6 +115,16 @@ def test_inferred_budgets_equal_golden(case):
         assert min(limits.max_items for limits in manager.limits.values()) == case["max_batch_size"]
 
 
+def test_small_squares_get_graphs_of_at_most_64_squares(encoder):
+    """Oracle: by hand: budgets double from one square up to 64 of them, and every square is a frame of its own."""
+    manager = EncoderGraphManager(encoder, backend="trace")
+    for name, path in encoder.paths.items():
+        limits = manager.limits[name]
+        assert 64 * path.tokens < 4096
+        assert limits.budgets == tuple(path.tokens * 2**i for i in range(7))
+        assert limits.max_frames == 64
+
+
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 8), st.integers(81, 3000))
 def test_paired_plans_hold_their_limits(crop_counts, max_items, max_budget):
@@ -274,9 +284,9 @@ def test_rows_that_do_not_match(manager):
 def test_a_path_takes_squares_of_its_own_size_only(encoder):
     local = encoder.paths["local"]
     assert local.item_size((3, 4, 4)) == (48, 3, 3)
-    with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 6 x 6"):
+    with pytest.raises(ValueError, match="expected squares of 4 x 4 patches, got 6 x 6"):
         local.item_size((1, 6, 6))
-    with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 2 x 4"):  # smaller ones, too
+    with pytest.raises(ValueError, match="expected squares of 4 x 4 patches, got 2 x 4"):  # smaller ones, too
         local.item_size((1, 2, 4))
     assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
 

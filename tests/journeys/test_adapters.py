@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from itertools import chain
 
@@ -360,11 +361,14 @@ BAD = {  # what is done to a saved adapter: what the error says
     "another model's layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*"),
     "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "do not fit: .* -> "),
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
-    "nan": ({"change": lambda s: first_key(s, lambda x: x * float("nan"))}, "expected finite floats, got others in "),
+    "nan": (
+        {"change": lambda s: first_key(s, lambda x: x * float("nan"))},
+        "expected finite floats, got other values in ",
+    ),
     **{
         f"{dtype}": (
             {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"others in .* has {dtype}",
+            f"other values in .* has {dtype}",
         )
         for dtype in (torch.int32, torch.bool, torch.complex64)
     },
@@ -503,6 +507,17 @@ def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first
     for name, folder in [("first", a)] * first + [("default", b)]:
         adapters.attach(fresh, folder, name=name)
     assert vlm.trace(**QUESTION).token_ids == fresh.trace(**QUESTION).token_ids
+
+
+def test_a_folder_whose_name_looks_like_a_hub_id_is_a_folder(qwen, saved, tmp_path, monkeypatch):
+    """Oracle: the same adapter by its absolute path."""
+    _, (folder, _) = saved
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "org" / "name")
+    ours, want = load(qwen), load(qwen)
+    adapters.attach(ours, "org/name")
+    adapters.attach(want, folder)
+    assert ours.trace(**QUESTION).token_ids == want.trace(**QUESTION).token_ids
 
 
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_shards_with_an_index(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert torch.equal(load(folder).encode(images=[PHOTO])[0], expected)
     (folder / file).unlink()
-    with pytest.raises(FileNotFoundError, match="shards that are not there.*00002-of-00002"):
+    with pytest.raises(FileNotFoundError, match="shards that do not exist.*00002-of-00002"):
         load(folder)
 
 
@@ -138,7 +138,7 @@ def test_nothing_there(tmp_path):
     ("kwargs", "message"),
     [
         ({"weights": "none"}, "weights: expected 'checkpoint' or 'random'"),
-        ({"device": "nowhere"}, "device: 'nowhere' is no torch device"),
+        ({"device": "nowhere"}, "device: 'nowhere' is not a torch device"),
         ({"dtype": "int8"}, "dtype: expected"),
         ({"attention": "fast"}, "attention: expected one of"),
     ],
@@ -150,7 +150,7 @@ def test_load_refuses(folder, kwargs, message):
 
 def test_random_weights_from_a_config_alone(folder):
     config = json.loads((folder / "config.json").read_text())
-    with pytest.raises(ValueError, match="weights: a config alone has none"):
+    with pytest.raises(ValueError, match="weights: a config alone contains no weights"):
         refvl.load(config)
     first, second = (refvl.load(config, weights="random", device="cpu") for _ in range(2))
     rows = torch.randn(16, 1176)

@@ -125,7 +125,7 @@ def test_graphs_and_cache_of_a_model_are_left_alone(tmp_path):
         ({"replace": {"prefill": list}}, ValueError, "replace: expected stages among patchify, .*, got 'prefill'"),
         ({"replace": {"position_table": list}}, ValueError, r"replace: the tower of Qwen2\.5-VL has no pos"),
         ({"replace": {"positions": lambda p: p[:2]}}, ValueError, r"replace\['positions'\]: expected a tensor of"),
-        ({"replace": {"encode": lambda e: []}}, ValueError, r"replace\['encode'\]: expected a list of 1, got list"),
+        ({"replace": {"encode": lambda e: []}}, ValueError, r"replace\['encode'\]: expected a list of 1 items"),
         ({"replace": {"plan": lambda p: [5]}}, TypeError, r"replace\['plan, 0'\]: expected VisionMetadata, got 5"),
         ({"replace": {"positions": list}, "prefill_chunk": 8}, ValueError, "replace: not supported with prefill_chunk"),
     ],

@@ -198,8 +198,8 @@ def test_files_that_cannot_be_read_or_written(vlm, file, tmp_path):
     """A mistake that concerns all lines is no answer to each of them."""
     out = tmp_path / "out"
     for name, what in (
-        ("", "is no regular file"),
-        ("/dev/zero", "is no regular file"),
+        ("", "is not a regular file"),
+        ("/dev/zero", "is not a regular file"),
         ("no/out", "cannot be written"),
     ):
         with pytest.raises(OSError, match=f"^out: .* {what}"):

@@ -279,6 +279,15 @@ def test_an_answer_ends_where_the_vocabulary_says(models):
     assert {token("</s>"), token("<|im_end|>"), token("<|eot_id|>")} <= set(stop)
 
 
+def test_an_unknown_token_at_the_very_start_is_text(models):
+    """Oracle: the rule by hand: only an unknown token right behind a start is a placeholder."""
+    processor = models["2.6"].processor
+    ids = processor.mark_ids
+    found = processor.placeholders(torch.tensor([ids["unk"], ids["im_start"], ids["unk"], ids["im_end"]]))
+    assert found[0] not in processor.token_ids.values()
+    assert found[2] in processor.token_ids.values()
+
+
 # ------------------------------------------------------------------------------------------- loading
 
 

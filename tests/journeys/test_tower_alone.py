@@ -133,7 +133,7 @@ def test_shards_of_the_text_model_need_not_be_there(tmp_path):
     weight_map = {name: "tower.safetensors" if name in tower else "text.safetensors" for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert torch.equal(load(folder).encode([PICTURE])[0], random_model("Qwen2.5-VL").encode([PICTURE])[0])
-    with pytest.raises(FileNotFoundError, match=r"shards that are not there: \['text.safetensors'\]"):
+    with pytest.raises(FileNotFoundError, match=r"shards that do not exist: \['text.safetensors'\]"):
         refvl.load(folder, device="cpu", progress=False)
 
 
@@ -178,7 +178,7 @@ def test_what_needs_the_language_model_names_the_argument(ask):
 
 
 def test_arguments_of_the_language_model_are_refused():
-    with pytest.raises(TypeError, match="device_map: belongs to the language model, which text=False leaves out"):
+    with pytest.raises(TypeError, match="device_map: belongs to the language model, which text=False omits"):
         load(random_folder("Qwen2.5-VL"), device_map="auto")
     with pytest.raises(TypeError, match="text"):
         refvl.load(random_folder("Qwen2.5-VL"), text=0)

@@ -24,6 +24,7 @@ from data.training import (
     evaluate_tiny,
     everyday,
     measured,
+    other_scenes,
     pages,
     photos,
     run,
@@ -232,8 +233,37 @@ def test_the_measurements_are_of_these_weights_and_meet_their_goals(family):
 def test_the_tables_are_those_of_the_measurements():
     text = measured.README.read_text()
     assert f"{measured.BEGIN}{measured.tables()}{measured.END}" in text
+    assert f"{measured.OTHER_BEGIN}{measured.of_other_scenes()}{measured.OTHER_END}" in text
     assert f"{measured.VLLM_BEGIN}{measured.in_vllm()}{measured.VLLM_END}" in text
     assert f"{measured.BOXES_BEGIN}{measured.of_boxes()}{measured.BOXES_END}" in text
+
+
+def test_the_goal_holds_on_scenes_of_other_seeds():
+    """In each of five draws, and for the 95 % interval of all of them; oracle: the scenes' own answers."""
+    record = json.loads(other_scenes.FILE.read_text())
+    least, _ = evaluate_tiny.GOALS[record["kind"]]
+    assert record["n"] >= 1000 and len(set(other_scenes.SEEDS) - {scenes.SEED}) >= 5
+    measured_families = [f for f in map(find_family, family_names()) if f.folder.name in record["models"]]
+    assert measured_families and len(measured_families) == len(record["models"])
+    for family in measured_families:
+        model = record["models"][family.folder.name]
+        right, n = list(model["right"].values()), record["n"]
+        assert list(model["right"]) == [str(seed) for seed in other_scenes.SEEDS]
+        assert model["weights_sha256"] == run.digest(family.folder)
+        low, _ = evaluate_tiny.interval(sum(right) / (len(right) * n), len(right) * n)
+        assert min(right) / n >= least and low > least, family.folder.name
+
+
+def test_other_seeds_draw_other_scenes():
+    """And leave the seed as it was; oracle: the questions of the seed that the tables are measured on."""
+    [family, *_] = SCENES
+    model, seed = shipped(family.folder.name), scenes.SEED
+    answers = [
+        [asked.question.answer for asked in other_scenes.ask(model, drawn, bool(family.clips), 8)]
+        for drawn in (seed, 1)
+    ]
+    usual = evaluate_tiny.evaluate(model, other_scenes.KIND, 8, clips=bool(family.clips))
+    assert answers[0] == [asked.question.answer for asked in usual] != answers[1] and seed == scenes.SEED
 
 
 def test_every_request_to_vllm_was_the_same_or_explained():

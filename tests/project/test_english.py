@@ -31,9 +31,7 @@ ALLOWED = (  # where these words are names, questions that models were trained o
     r'would clip it to white|^"clip" saves',
     r"\A(?:picture  +|\| picture size)",  # the name of a function, and of a folder of mutants
 )
-NOTEBOOKS_LEFT: dict[str, set[str]] = {
-    "notebooks/index.ipynb": {"mended"},
-}  # words that a notebook may still use; the list may only shrink
+NOTEBOOKS_LEFT: dict[str, set[str]] = {}  # words that a notebook may still use; the list may only shrink
 
 
 def retired(text: str) -> list[str]:

@@ -390,8 +390,12 @@ REPAIRS = {  # what is seen in the wild, and what the model says with it
 def test_a_repaired_model_answers_right(check, functions):
     """Oracle: the scenes, whose answers are known; the verdict of the broken one names the right answer, too."""
     repaired, broken = map(check, functions)
-    assert repaired.status == "right" and re.search(r'; asked ".+" the model says ".+", which is right$', repaired.line)
-    assert broken.status == "wrong" and re.search(r'; asked ".+" the model says ".*", right is ".+"$', broken.line)
+    assert repaired.status == "right" and re.search(
+        r'; asked ".+", the model answers ".+", which is correct$', repaired.line
+    )
+    assert broken.status == "wrong" and re.search(
+        r'; asked ".+", the model answers ".*"; correct is ".+"$', broken.line
+    )
     assert len(repr(broken).splitlines()) == 1
 
 
@@ -959,7 +963,7 @@ def test_a_stub_is_not_yet_wrong():
 
     for stub in (with_a_docstring, empty):
         verdict = exercises.check_window_index(stub)
-        assert repr(verdict) == f"{exercises.MARKS['not yet']} not yet: {stub.__name__} is to be written"
+        assert repr(verdict) == f"{exercises.MARKS['not yet']} not yet: write the body of {stub.__name__}"
 
 
 def test_what_the_reader_raises_is_one_line():

@@ -3,6 +3,7 @@
 Oracle: the traceback. An error is ours if its last frame lies in refvl and its message begins with an option's name.
 """
 
+import inspect
 import traceback
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import RANDOM, random_model
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 import refvl
+from refvl.serving.model import VLM
 from refvl.serving.options import GENERATE_OPTIONS
 
 LIBRARY = str(Path(refvl.__file__).parent)
@@ -25,17 +27,24 @@ VALUES = [
     torch.ones(2), torch.tensor(1), np.ones(2), np.float32(0.5), np.int64(1), GenerationConfig(num_beams=2),
     GenerationConfig(penalty_alpha=0.6, top_k=4), LogitsProcessorList(),
 ]  # fmt: skip
-NAMES = sorted(GENERATE_OPTIONS - {"max_new_tokens"})
+OWN = set(inspect.signature(VLM.generate).parameters) - {"model", "input_ids", "generate_kwargs"}  # not transformers'
+NAMES = sorted(GENERATE_OPTIONS | OWN)
+NAMED_WITH = {  # an error about how many of these are given begins with the first of them
+    f"{kind}_{name}": pixels
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos"))
+    for name in ("embeds", "grid_thw")
+}
 IDS = torch.tensor([[5, 6, 7]])
 
 
 def assert_right_or_ours(name: str, options: dict) -> None:
     """A result, or an error of refvl's that names one of the options."""
+    begins = (*options, *(NAMED_WITH.get(option, option) for option in options))
     try:
-        random_model(name).generate(IDS, max_new_tokens=2, **options)
+        random_model(name).generate(IDS, **({"max_new_tokens": 2} | options))
     except (ValueError, TypeError) as error:
         assert traceback.extract_tb(error.__traceback__)[-1].filename.startswith(LIBRARY), (options, error)
-        assert str(error).startswith(tuple(options)), (options, error)
+        assert str(error).startswith(begins), (options, error)
 
 
 @pytest.mark.thorough
@@ -55,13 +64,26 @@ def test_every_option_with_every_kind_of_value(name, option):
         assert_right_or_ours(name, {option: value})
 
 
+def test_every_option_is_tried():
+    """Oracles: the signatures of both `generate`, and the settings of a `GenerationConfig`."""
+    signatures = (inspect.signature(generate).parameters for generate in (GenerationMixin.generate, VLM.generate))
+    left_out = set().union(vars(GenerationConfig()), *signatures) - set(NAMES)
+    prompt, others = {"self", "model", "inputs", "input_ids"}, {"kwargs", "generate_kwargs"}
+    assert left_out == prompt | others | {"custom_generate"}
+    with pytest.raises(ValueError, match="^custom_generate: generate accepts no such argument$"):
+        random_model("Qwen2.5-VL").generate(IDS, custom_generate="someone/code")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"generation_config": 5}, "generation_config: expected a GenerationConfig, got int"),
         ({"do_sample": True, "forced_eos_token_id": 10**9}, "forced_eos_token_id: generate refuses 1000000000: "),
         ({"streamer": 5}, r"streamer: expected an object with put\(\), got int"),
-        ({"dola_layers": "low"}, "dola_layers: must be None, got 'low'; its code is on the hub, never run"),
+        (
+            {"dola_layers": "low"},
+            "dola_layers: must be None, got 'low'; its code is on the hub, and refvl never runs it",
+        ),
         ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, "penalty_alpha: must be None, got 0.6"),
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
         ({"use_cache": 0}, "use_cache: expected True, because without a cache"),

@@ -99,7 +99,7 @@ class FakeTree:
 
     def ask(self, what):
         self.asked.append(self)
-        answers = {"linear": "torch", "groups": ["a group"], "a group": list(self.rows)}
+        answers = {"kernel": "torch", "groups": ["a group"], "a group": list(self.rows)}
         return answers[what] if what in answers else next(self.rows[what])
 
 

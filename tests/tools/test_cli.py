@@ -23,7 +23,8 @@ from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
 from refvl.study.report import layout_text
-from refvl.tools.cli import Benchmark, Stopped, report_mistakes
+from refvl.tools.cli import Benchmark, Console, Stopped, app, report_mistakes
+from refvl.tools.demo import show
 
 LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
@@ -283,19 +284,33 @@ def test_a_member_of_a_tar_file_commands_no_terminal(shell, folder, tmp_path):
     assert status == 1 and "\\x1b[31mred.png" in err and "\x1b" not in out + err
 
 
+TINY = str(DATA / "checkpoints" / "tiny-qwen2_5_vl")
+COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+WITH_OUTPUT = [
+    ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["info", TINY],
+    *([name, TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"] for name in ("chat", "trace")),
+]  # fmt: skip
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["--version"]], ids="-".join)
-def test_help_for_nobody_ends_quietly(arguments):
-    """Into a pipe that is closed already: silence, and the status of `report_mistakes`; onto a full disk: one line."""
+@pytest.mark.parametrize("arguments", WITH_OUTPUT, ids=lambda words: " ".join(words).replace(TINY, "tiny"))
+def test_output_that_nobody_can_read(arguments):
+    """Into a closed pipe: silence, status as in `report_mistakes`; onto a full disk: one line; no stdout: status 0."""
     command = [sys.executable, "-m", "refvl", *arguments]
-    read, write = os.pipe()
+    read, gone = os.pipe()
     os.close(read)
-    gone = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write)
-    assert (gone.returncode, gone.stderr) == (141, "")
-    with open("/dev/full", "w") as full:
-        disk = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert disk.returncode == 1 and disk.stderr.count("\n") == 1 and "No space left on device" in disk.stderr
+    full = os.open("/dev/full", os.O_WRONLY)
+    nowhere = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    started = [
+        subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True)
+        for words, out in ((command, gone), (command, full), (nowhere, None))
+    ]
+    os.close(gone)
+    os.close(full)
+    closed, disk, nothing = [(process.communicate()[1], process.returncode) for process in started]
+    assert closed == ("", 141)
+    assert disk[1] == 1 and disk[0].count("\n") == 1 and "No space left on device" in disk[0]
+    assert nothing == ("", 0)
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -305,3 +320,13 @@ def test_help_for_nobody_ends_quietly(arguments):
 def test_bench_says_what_it_cannot_do(shell, monkeypatch, words, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert shell("bench", "tower", *words) == (1, "", f"refvl: {said}\n")
+
+
+def test_demo_without_matplotlib_answers_and_names_the_extra(tmp_path, monkeypatch):
+    """An installed wheel has no matplotlib unless an extra brings it. Oracle: the answers of data/README.md."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown = io.StringIO()
+    show(Console(markup=True, file=shown, width=120), tmp_path / "figures", "tiny-qwen2_5_vl", "cpu")
+    assert "What color is the circle? red" in shown.getvalue()
+    assert shown.getvalue().endswith("figures: need matplotlib; pip install 'refvl[notebooks]'\n")
+    assert not (tmp_path / "figures").exists()

@@ -173,7 +173,9 @@ def test_new_changed_and_removed_pictures(vlm, folder, tmp_path):
 def test_another_model_is_refused(vlm, folder, tmp_path):
     encode_folder(vlm, folder, tmp_path / "out", progress=False)
     other = refvl.load(make_checkpoint(tmp_path / "other", seed=1), progress=False)
-    with pytest.raises(ValueError, match=r"out: .*embeds-000-00000.safetensors contains embeddings of another model"):
+    with pytest.raises(
+        ValueError, match=r"out: .*embeds-000-00000.safetensors contains embeddings of a different model"
+    ):
         encode_folder(other, folder, tmp_path / "out", progress=False)
 
 

@@ -59,7 +59,6 @@ SINGLE = {
     "launches": lambda ax: viz.plot_launches([3.0, 3.0], 1.0, ax=ax),
     "waste": lambda ax: viz.plot_waste({"greedy": {1: 0.5}}, ax=ax),
     "positions": lambda ax: viz.plot_positions(POSITIONS, [CLIP], ax=ax),
-    "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),
     "axes": lambda ax: viz.plot_mrope_axes({"Qwen3-VL": mrope_axis_of_pairs((4, 2, 2), interleaved=True)}, ax=ax),
     "places": lambda ax: viz.plot_place_answers(["left"], ["right"], ["left", "right"], ax=ax),
     "accuracy": lambda ax: viz.plot_accuracy_curve({"motion": {0.0: 1.0}}, {"ttft": {0.0: 2.0}}, ax=ax),

@@ -155,17 +155,6 @@ def test_the_keep_mask_explorer_needs_no_model():
         explorer.ask({"again": ("Why?", FRAMES)})
 
 
-@pytest.mark.parametrize(("seconds", "side"), [(0.1, 1), (1.0, 4), (5.0, 10)])
-def test_the_sliders_over_a_clip_draw_its_positions(seconds, side):
-    """Oracle: `get_mrope_input_positions` of a clip of six steps between two texts of eight tokens."""
-    span = MediaSpan(8, 6, side, side, 2 * seconds)
-    want, delta = get_mrope_input_positions(span.num_tokens + 16, [span])
-    ax = viz.plot_clip_positions(seconds, side)
-    assert [line.get_ydata().tolist() for line in ax.lines] == want.tolist()
-    assert f"delta {delta}" in ax.get_title()
-    assert ax.get_ylim()[1] >= want.max()
-
-
 def test_rules_stand_one_above_the_other():
     """Oracle: the masks; each panel says how many of its tokens stay."""
     masks = {"EVS": MASK, "none": torch.ones(24, dtype=torch.bool)}
@@ -174,16 +163,3 @@ def test_rules_stand_one_above_the_other():
     for row, mask in zip(axes, masks.values(), strict=True):
         assert [ax.get_title() for ax in row] == [f"{n} of 8" for n in mask.view(3, 8).sum(1).tolist()]
         assert all(np.array_equal(image(ax, 1)[..., 3] == 0, m) for ax, m in zip(row, mask.reshape(THW), strict=True))
-
-
-def test_kept_per_frame_are_bars_and_budgets_are_marks():
-    masks = {"EVS": MASK, "VidCom2": MASK.flip(0)}
-    ax = viz.plot_kept_per_frame(
-        masks, 3, {"VidCom2": torch.tensor([3, 4, 6])}, title="q = 0.5", ax=new_axes(1, 1)[0, 0]
-    )
-    want = [mask.view(3, 8).sum(1).tolist() for mask in masks.values()]
-    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == want
-    assert ax.lines[0].get_ydata().tolist() == [3, 4, 6]
-    names = {text.get_text() for text in ax.get_legend().get_texts()}
-    assert names == {"EVS: 12 tokens", "VidCom2: 12 tokens", "VidCom2, before the sum is met: 13"}
-    assert not viz.plot_kept_per_frame(masks, 3).lines
