@@ -1160,17 +1160,19 @@ def circles(first: int, count: int) -> tuple[list[np.ndarray], list[str]]:
 
 
 def serve(
-    requests: Iterable[tuple[refvl.VLM, dict]],
+    images: Sequence[np.ndarray],
+    shown: Iterable[tuple[refvl.VLM, list[int]]],
     keys_of: Callable[[refvl.VLM, list], list],
     keep: Callable[[Tensor], Tensor] = torch.clone,
 ) -> list[str]:
-    """Answer requests, each a model and arguments of its `trace`, with a dict as their cache.
+    """Ask for the circle's colour, once for each model and indices of images in `shown`, with a dict as the cache.
 
     keys_of: the model and the request's patches -> a key for each image. keep: new embeddings -> what is cached.
     """
     kept, answers = dict[Any, Tensor](), list[str]()
-    for model, arguments in requests:
-        patches = model.trace(**arguments | {"max_new_tokens": 1}).patches
+    for model, indices in shown:
+        arguments = {"prompt": "What color is the circle?", "images": [images[i] for i in indices]}
+        patches = model.trace(**arguments, max_new_tokens=1).patches
         keys = keys_of(model, patches)
 
         def look_up(made: list[Tensor], keys: list = keys) -> list[Tensor]:
@@ -1179,7 +1181,7 @@ def serve(
                     kept[key] = keep(embeds)
             return [kept[key] for key in keys]
 
-        answers.append(model.trace(**arguments, replace={"embeds": look_up}).text)
+        answers.append(model.trace(**arguments, max_new_tokens=8, replace={"embeds": look_up}).text)
     return answers
 
 

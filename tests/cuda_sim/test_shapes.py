@@ -18,9 +18,10 @@ from refvl.paths import DATA
 CONFIGS = sorted(path.stem for path in (DATA / "configs").glob("*.json"))
 PICTURES, CLIP = (SliceGroup(((32, 32),)), SliceGroup(((28, 37),))), (SliceGroup(((32, 32), (32, 32)), (0, 5)),)
 LAYOUTS = {
-    "Step3": [(1, 2), (0, 0)],
+    "Step": [(1, 2), (0, 0)],
     "MiniCPM-V-4_5": [PICTURES, CLIP],
     "MiniCPM-V-4_6": [((32, 32), (28, 36))],
+    "MiniCPM-V-4.7": [((32, 32), (28, 36))],
     "MiniCPM": [PICTURES],
     "": [(1, 16, 16), (2, 18, 30), (1, 74, 74)],
 }

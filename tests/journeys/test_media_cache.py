@@ -314,6 +314,32 @@ def test_of_two_threads_that_ask_at_once_one_encodes():
     assert len({rows.data_ptr() for rows in results.values()}) == 4
 
 
+def test_eight_threads_encode_each_item_once():
+    """Each asks for all items in an order of its own, at the same moment, again and again."""
+    model, start, results = qwen(), threading.Barrier(8), dict[int, list[torch.Tensor]]()
+    orders = [np.random.default_rng(i).permutation(3).tolist() for i in range(8)]
+
+    def ask(i: int) -> None:
+        start.wait(60)
+        for _ in range(3):
+            rows = model.encode([(A, B, C)[n] for n in orders[i]])
+            results[i] = [x.clone() for x in rows]
+            with torch.inference_mode():
+                for x in rows:
+                    x.zero_()
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert counts(model) == (8 * 3 * 3 - 3, 3) and len(results) == 8
+    want = random_model("Qwen2.5-VL").encode([A, B, C])
+    for i, found in results.items():
+        for n, rows in zip(orders[i], found, strict=True):
+            torch.testing.assert_close(rows, want[n], rtol=0, atol=1e-4 * float(want[n].abs().max()))
+
+
 def test_who_waits_for_a_thread_that_fails_encodes_itself():
     """And nobody waits in a circle: one wants A then B, the other B then A."""
     model, entered, go, failed = qwen(), threading.Event(), threading.Event(), list[str]()

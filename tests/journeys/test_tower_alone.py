@@ -10,10 +10,12 @@ import json
 import pickle
 import re
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from checkpoint_factory import step_vision_model
 from closeness import assert_agree, roundings
 from PIL import Image
 from random_models import MAKERS, WITHOUT_VIDEOS, random_folder, random_model
@@ -288,6 +290,42 @@ def test_slices_and_crops_are_grids_of_their_own(name):
     [last] = model.feature_map(PICTURE, blocks=[-1])
     assert torch.equal(torch.cat([x.flatten(0, 2) for _, x in last]), trace.tower_hidden_states[-1])
     assert [box for box, _ in last] == [box for box, _ in maps]
+
+
+def their_tower(name: str) -> tuple[nn.Module, nn.ModuleList]:
+    """transformers' tower with the weights in the folder, and its layers: Perception Encoder, or NaViT's SigLIP."""
+    if name.startswith("Step"):
+        tower, _ = step_vision_model(random_folder(name))
+        return tower, tower.layers
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionConfig, Idefics2VisionTransformer
+
+    encoder = random_model(name).encoder
+    tower = Idefics2VisionTransformer(Idefics2VisionConfig(**asdict(encoder.config.vision))).eval()
+    del tower.encoder.layers[len(list(encoder.blocks)) :]  # some versions drop the last one
+    stored = load_file(random_folder(name) / "model.safetensors")
+    weights = {key.removeprefix("vpm."): x.float() for key, x in stored.items() if key.startswith("vpm.")}
+    missing, _ = tower.load_state_dict(weights, strict=False)
+    assert not missing
+    return tower, tower.encoder.layers
+
+
+@pytest.mark.parametrize("name", [name for name in CUT if name not in ("Step3-VL", "MiniCPM-V 2.0")])
+@torch.no_grad()
+def test_states_of_cuts_are_those_of_transformers(name):
+    """transformers' tower sees one slice or crop at a time; it has no tower of Step3 and MiniCPM-V 2.0."""
+    model, (theirs, layers), kept = random_model(name), their_tower(name), list[torch.Tensor]()
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    [patches] = model.processor.patchify([PICTURE])
+    maps = model.feature_map(PICTURE, blocks=range(len(layers)))
+    sizes = [x.shape[1:3] for _, x in maps[0]]
+    for i, (rows, (h, w)) in enumerate(zip(patches.pixel_values.split([h * w for h, w in sizes]), sizes, strict=True)):
+        kept.clear()
+        high, wide = (1, h * w) if name == "MiniCPM-V 2.5" else (h, w)  # its table reads a slice as one row of patches
+        pixels = rows.view(high, wide, 3, 14, 14).permute(2, 0, 3, 1, 4)
+        theirs(pixels.reshape(1, 3, high * 14, wide * 14))
+        for ours, state in zip(maps, kept, strict=True):
+            assert_agree(ours[i][1].flatten(0, 2), state.flatten(0, -2), roundings(theirs))
 
 
 def test_a_crop_of_step3_is_what_its_encoder_makes_of_one_square():

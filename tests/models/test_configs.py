@@ -77,7 +77,7 @@ def readme_row(stem: str) -> str:
 
 
 def test_every_config_has_its_row_here():
-    rows = TOTALS.keys() | {"Step3", "Step3-VL-10B", "Kimi-K2.5"}
+    rows = TOTALS.keys() | {"Step3", "Step3-VL-10B", "Step-3.7-Flash", "Kimi-K2.5"}
     others = {path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("MiniCPM")}
     assert others == rows  # MiniCPM-V's: tests/models/test_configs_minicpmv.py
 
@@ -130,6 +130,7 @@ QWEN3 = {
     "Qwen3.5-9B": ((4096, 32, 16, 4), (27, 1152, ())),
     "Qwen3.6-27B": ((5120, 64, 24, 4), (27, 1152, ())),
     "Qwen3.6-35B-A3B": ((2048, 40, 16, 2), (27, 1152, ())),
+    "Qwen3.8-27B": ((5120, 64, 24, 4), (27, 1152, ())),
 }
 
 
@@ -251,6 +252,7 @@ TOTALS = {
     "Qwen3.5-9B": (9_409_813_744, 0),
     "Qwen3.6-27B": (27_356_728_560, 0),  # of Qwen3.6 less the layer below
     "Qwen3.6-35B-A3B": (35_107_181_936, 0),
+    "Qwen3.8-27B": (27_356_728_560, 0),
     "GLM-4.1V-9B-Thinking": (20_585_554_944 // 2, 0),  # bytes of the safetensors index, two for each bfloat16
     "GLM-4.5V": (107_710_933_120, 0),
     "GLM-4.6V-Flash": (10_292_777_472, 0),
@@ -275,8 +277,10 @@ def test_a_release_is_as_reported_and_as_transformers_has_it(name):
     assert readme_row(name).endswith(f"| {found:,} | {count(vlm.encoder):,} |")
 
 
-# What the hub counts in the files of Qwen3.6; it counts the same for Qwen3.8-27B as for Qwen3.6-27B
-WITH_SEVERAL_TOKENS = {"Qwen3.6-27B": 27_781_427_952, "Qwen3.6-35B-A3B": 35_951_822_704}
+# What the hub counts in the files of these releases
+WITH_SEVERAL_TOKENS = {
+    "Qwen3.6-27B": 27_781_427_952, "Qwen3.6-35B-A3B": 35_951_822_704, "Qwen3.8-27B": 27_781_427_952,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "total"), WITH_SEVERAL_TOKENS.items())
@@ -424,3 +428,17 @@ def test_step3_vl_10b_is_transformers_tower_and_qwen3():
         with torch.device("meta"):
             theirs = AutoModel.from_config(CONFIG_MAPPING["step3p7"](text_config={"num_hidden_layers": 1}))
         assert count(theirs.vision_model) + count(theirs.multi_modal_projector) == tower
+
+
+@pytest.mark.skipif("step3p7" not in CONFIG_MAPPING, reason="this transformers has no Step-3.7")
+def test_step_3_7_flash_has_as_many_numbers_as_its_files():
+    """Oracles: the number in the released GGUF files of the text model, and transformers' model of the same config."""
+    vlm = build("Step-3.7-Flash")
+    tower, text = count(vlm.encoder), count(vlm.language_model)
+    assert readme_row("Step-3.7-Flash").endswith(f"| {tower + text:,} | {tower:,} |")
+    biases = sum(b.numel() for name, b in vlm.language_model.named_buffers() if name.endswith("correction_bias"))
+    frequencies = vlm.config.text_config.head_dim // 2  # GGUF stores them as a tensor
+    assert text + biases + frequencies == 196_956_130_432
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**read("Step-3.7-Flash")))
+    assert count(theirs) == tower + text and tower == count(build("Step3-VL-10B").encoder)

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     GraniteForCausalLM,
@@ -175,7 +176,8 @@ def test_the_encoder_is_of_the_release(name):
 
 
 def test_every_minicpm_config_has_its_row_here():
-    assert {path.stem for path in CONFIGS.glob("MiniCPM*.json")} == SHAPES.keys() | {"MiniCPM-V-4_6"}
+    folded = {"MiniCPM-V-4_6", "MiniCPM-V-4.7-35B-A3B"}
+    assert {path.stem for path in CONFIGS.glob("MiniCPM*.json")} == SHAPES.keys() | folded
 
 
 # Version 4.6: the tensors in the released file by the start of their names, as a public listing of its header counts
@@ -201,3 +203,20 @@ def test_4_6_has_the_tensors_of_its_files():
     shapes = {n.replace("model.language_model.", "model."): p.shape for n, p in theirs.named_parameters()}
     ours = {n: p.shape for n, p in vlm.language_model.named_parameters()}
     assert ours == {n: shape for n, shape in shapes.items() if not n.startswith(("model.vision", "model.merger"))}
+
+
+@pytest.mark.skipif("minicpmv4_7" not in CONFIG_MAPPING, reason="this transformers has no MiniCPM-V 4.7")
+def test_4_7_has_the_reported_number_of_parameters():
+    """Oracles: the total in a public listing of the release, and transformers' model of the same config.
+
+    The vocabulary is inferred from that total: one token more or less changes it by two rows of the text model.
+    """
+    name = "MiniCPM-V-4.7-35B-A3B"
+    vlm = build(name)
+    encoder, text = count(vlm.encoder), count(vlm.language_model)
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(CONFIGS / f"{name}.json"))
+    assert encoder + text == count(theirs) == 35_212_875_824
+    [row] = [r for r in (CONFIGS / "README.md").read_text().splitlines() if r.startswith(f"| {name}.json |")]
+    assert row.endswith(f"| {encoder + text:,} | {encoder:,} |")
+    assert count(vlm.language_model.get_output_embeddings()) == 248_144 * 2048

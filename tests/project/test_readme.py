@@ -165,6 +165,17 @@ def test_python_blocks_use_names_that_exist(source):
     assert bound, "no call of refvl's: what is the block for?"
 
 
+@pytest.mark.thorough
+def test_the_python_of_the_readme_runs(monkeypatch):
+    """Every block, in the root of a clone. Oracle: the shapes that its comments give."""
+    monkeypatch.chdir(ROOT)
+    names = dict[str, object]()
+    for source in re.findall(r"^```python\n(.*?)^```", README, re.S | re.M):
+        exec(compile(source, "README.md", "exec"), names)
+    assert names["embeddings"].ndim == 4 and [x.ndim for x in names["states"]] == [4, 4]
+    assert names["states"][0].shape[-1] == names["tower"].encoder.config.hidden_size
+
+
 def test_python_blocks_name_files_that_exist():
     nodes = [node for source in PYTHON for node in ast.walk(ast.parse(source))]
     words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
