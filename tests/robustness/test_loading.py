@@ -205,7 +205,7 @@ def test_a_billion_layers_of_step3(tmp_path):
         ({"dtypes": "float16"}, "dtypes: load accepts no such argument; did you mean 'dtype'?"),
         ({"attn_implementations": "sdpa"}, "did you mean 'attn_implementation'?"),
         ({"nonsense": 1}, "nonsense: load accepts no such argument"),
-        ({"trust_remote_code": True}, "trust_remote_code: no code from a checkpoint is run"),
+        ({"trust_remote_code": True}, "trust_remote_code: refvl runs no code from a checkpoint"),
         ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),
         ({"graphs": {"budget": [16]}}, "budget: graphs accepts no such argument; did you mean 'budgets'?"),
         ({"weights": "random", "device_map": "auto"}, "device_map: places the weights of a checkpoint"),
