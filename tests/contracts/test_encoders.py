@@ -699,8 +699,8 @@ def test_loading_is_strict(case):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (lambda state: state, "weights: expected .name, tensor. pairs .*, got OrderedDict"),
-        (lambda state: None, "weights: expected .name, tensor. pairs .*, got NoneType"),
+        (lambda state: state, "weights: expected .name, tensor. pairs.*, got OrderedDict"),
+        (lambda state: None, "weights: expected .name, tensor. pairs.*, got NoneType"),
         (lambda state: list(state), r"weights\[0\]: expected a pair \(name, tensor\), got str"),
         (lambda state: [(1, tensor) for tensor in state.values()], r"weights\[0\]: expected a pair"),
     ],
