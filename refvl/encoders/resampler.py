@@ -272,9 +272,9 @@ class CrossAttention(nn.Module):
 
 
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
-    """Return the attention weights of the queries on the patches: (H, Q, L) per set of L patches; rows sum to 1.
+    """Return the queries' attention weights: (H, Q, L) per set of L patches; rows sum to 1.
 
-    Use this for inspection; `resample` never stores the weights. The arguments are those of `resample`.
+    Use this for inspection; `resample` never stores the weights and has the same arguments.
     """
     q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
     scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5

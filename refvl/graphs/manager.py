@@ -294,7 +294,7 @@ class EncoderGraphManager:
         outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
-            if plan.weights is not self._weights:  # the graphs were captured again after the plan was made
+            if plan.weights is not self._weights:  # the graphs were captured again since the plan
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)

@@ -193,9 +193,9 @@ def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """Return the side of the crops' windows in pixels; 0 if only the overview is needed.
 
-    An image smaller than `image_size` has no crops unless it is elongated; then the side is the image's short side.
-    For a larger image, the side is `crop_size`, or the short side of a long strip if that is shorter. Upstream:
-    `determine_window_size`.
+    An image smaller than `image_size` has no crops unless it is elongated; then the side is the
+    image's short side. For a larger image, the side is `crop_size`, or the short side of a long
+    strip if that is shorter. Upstream: `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
     if long < config.image_size:
@@ -239,10 +239,10 @@ def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, lis
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """Turn an image into (3, side, side) float32: scale it to [0, 1], normalise it, and only then resize it.
+    """Return an image as (3, side, side) float32, scaled to [0, 1], normalised, and only then resized.
 
-    The order matters, because this resize (bilinear with antialiasing) works on floats, which are neither rounded nor
-    clamped to 8 bits.
+    The order matters, because this resize (bilinear with antialiasing) works on floats, which are
+    neither rounded nor clamped to 8 bits.
     """
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))

@@ -190,9 +190,9 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
     """Cut (T, C, H, W) into (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column, the m * m patches of the merge block follow. The order within a row is
-    channel, time, row, column. T is padded to a multiple of Tp by repeating the last frame. H and W must be multiples
-    of P * m.
+    For each t, block row and block column, the m * m patches of the merge block follow. The order
+    within a row is channel, time, row, column. T is padded to a multiple of Tp by repeating the
+    last frame. H and W must be multiples of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
