@@ -239,7 +239,7 @@ def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, lis
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """Return an image as (3, side, side) float32, scaled to [0, 1], normalised, and only then resized.
+    """Return an image as (3, side, side) float32: scaled to [0, 1], normalised, then resized.
 
     The order matters, because this resize (bilinear with antialiasing) works on floats, which are
     neither rounded nor clamped to 8 bits.
