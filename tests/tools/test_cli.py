@@ -287,8 +287,11 @@ def test_a_member_of_a_tar_file_commands_no_terminal(shell, folder, tmp_path):
 TINY = str(DATA / "checkpoints" / "tiny-qwen2_5_vl")
 COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
 WITH_OUTPUT = [
-    ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["info", TINY],
-    *([name, TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"] for name in ("chat", "trace")),
+    ["--help"], ["info", TINY], ["chat", TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"],
+    *(pytest.param(words, marks=pytest.mark.slow) for words in (
+        ["--version"], *([name, "--help"] for name in COMMANDS),
+        ["trace", TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"],
+    )),
 ]  # fmt: skip
 
 
