@@ -35,7 +35,11 @@ TINY = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("module", TINY, ids=lambda module: module.__name__.removeprefix("benchmarks."))
+@pytest.mark.parametrize(
+    "module",
+    [m if m is tower else pytest.param(m, marks=pytest.mark.slow) for m in TINY],
+    ids=lambda module: module.__name__.removeprefix("benchmarks."),
+)
 def test_a_benchmark_runs_on_the_second_gpu(module, monkeypatch, shell):
     for name, value in TINY[module].items():
         monkeypatch.setattr(module, name, value)

@@ -51,7 +51,7 @@ def test_needed_is_what_the_intervals_say():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(NAMES)])
 def test_the_first_questions_are_answered_as_measured(name):
     """With the mechanism and without: intervals of three standard deviations overlap, in every row."""
     for row in ablations.rows_of(name, AGAIN):
