@@ -287,9 +287,10 @@ def test_a_member_of_a_tar_file_commands_no_terminal(shell, folder, tmp_path):
 TINY = str(DATA / "checkpoints" / "tiny-qwen2_5_vl")
 COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
 WITH_OUTPUT = [
-    ["--help"], ["info", TINY], ["chat", TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"],
+    ["--help"], ["--version"], ["info", "--help"], ["info", TINY],
+    ["chat", TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"],
     *(pytest.param(words, marks=pytest.mark.slow) for words in (
-        ["--version"], *([name, "--help"] for name in COMMANDS),
+        *([name, "--help"] for name in COMMANDS if name != "info"),
         ["trace", TINY, "Hi", "--max-new-tokens", "1", "--device", "cpu"],
     )),
 ]  # fmt: skip
