@@ -25,11 +25,14 @@ FEW = 4  # this many beams or sequences are enough for a rehearsal
 
 def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> None:
     """Raise ValueError, naming the option, if transformers' `generate` would fail with `options`."""
-    config = options.get("generation_config") or language_model.generation_config
+    given = options.get("generation_config")
     for name in HUB_CODE:
-        value = options.get(name, getattr(config, name, None))
+        value = options.get(name, getattr(given or language_model.generation_config, name, None))
         if value is not None and not (name == "num_beam_groups" and value == 1):
-            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, never run")
+            setting = f"generation_config.{name}" if given and name not in options else name
+            raise ValueError(
+                f"{setting}: must be None, got {printable(repr(value))}; its code is on the hub, never run"
+            )
     acting = (*CALLED, *FUNCTIONS)
     tried = {name: value for name, value in options.items() if name not in acting}
     if (error := _fails(language_model, tokenizer, tried)) is None:

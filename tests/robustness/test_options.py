@@ -84,7 +84,10 @@ def test_every_option_is_tried():
             {"dola_layers": "low"},
             "dola_layers: must be None, got 'low'; its code is on the hub, never run",
         ),
-        ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, "penalty_alpha: must be None, got 0.6"),
+        (
+            {"generation_config": GenerationConfig(penalty_alpha=0.6)},
+            r"generation_config\.penalty_alpha: must be None, got 0.6",
+        ),
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
         ({"use_cache": 0}, "use_cache: expected True, because without a cache"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: generate refuses 3: "),
