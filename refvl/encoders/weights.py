@@ -78,7 +78,7 @@ def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str
 
 
 def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
-    """Return part -> its name for a fused parameter: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
+    """Return the name of each part of a fused parameter: {"q": "attn.q.weight", ...} for "attn.qkv.weight"."""
     fused = f".{''.join(fuse)}."
     return {part: owner.replace(fused, f".{part}.") for part in fuse if fused in owner}
 

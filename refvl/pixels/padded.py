@@ -47,7 +47,7 @@ class PaddedPatchConfig(PatchConfig):
 
     @classmethod
     def from_dict(cls, values: dict, kind: str = "image") -> Self:
-        """Read the contents of a preprocessor file, see `settings.from_dict`."""
+        """Read the contents of a preprocessor file (see `settings.from_dict`)."""
         own: dict[str, Any] = {"temporal_patch_size": None}
         if (patches := values.get("max_patches")) is not None:
             own["max_pixels"] = patches * values.get("patch_size", 14) ** 2

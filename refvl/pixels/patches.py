@@ -62,7 +62,7 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # frames per second that are sampled from a video, see refvl.pixels.media
+    fps: float = 2.0  # frames per second that are sampled from a video (see refvl.pixels.media)
     min_frames: int = 4
     max_frames: int = 768
 

@@ -37,7 +37,7 @@ from refvl.processors.tokenizers import load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # until their tokens are written
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
-NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id, see `placeholders`
+NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id (see `placeholders`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
 
     folder: the output of `refvl encode`. names: names from its manifest. Raises FileNotFoundError for a folder without
     a manifest, KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a
-    family whose embeddings vLLM does not accept, and for MiniCPM-V's videos. Also raises it if the manifest points
-    outside the folder or does not match the embeddings.
+    family whose embeddings vLLM does not accept, for MiniCPM-V's videos, and if the manifest points outside the folder
+    or does not match the embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:

@@ -25,8 +25,8 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
     of text layers. seed: the seed for the weights, which transformers draws as it does before training.
 
-    Raises ValueError if `like` belongs to a different family, or if the folder is not empty. Also raises it if the
-    depth is less than the number of features that the tower passes to the text model.
+    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
+    the number of features that the tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)

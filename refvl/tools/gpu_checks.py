@@ -197,9 +197,9 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 
 @torch.inference_mode()
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
-    """Compare each tower in float32 and float16 with float32 on a CPU: eager.
+    """Compare each tower in float32 and float16 with float32 on a CPU.
 
-    By graphs on A, B and A again; and compiled.
+    Towers run eagerly and in graphs on A, B and A again; with `compiled`, they run compiled.
     """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
@@ -398,7 +398,10 @@ def said_last(bench: Bench) -> str:
 
 @torch.inference_mode()
 def measure_times(bench: Bench) -> Iterator[dict]:
-    """Measure median milliseconds with CUDA events; the floor is the tower's matmuls at the rate of a large one."""
+    """Measure median milliseconds with CUDA events.
+
+    The floor is the time that the tower's matmuls take at the rate of a large matmul.
+    """
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
     patch = encoder.config.patch_size
     inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
@@ -438,7 +441,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
 def measure_decode(bench: Bench) -> Iterator[dict]:
     """Measure milliseconds for one token after a prompt.
 
-    The floor reads the weights once at the rate of a large copy.
+    The floor is the time to read the weights once, at the rate of a large copy.
     """
     config = families.read_config(bench.text)
     text, model_class = families.text_config_of(config), families.find_family(config).text_model
