@@ -1,6 +1,7 @@
 """A limit on the CPU time of each notebook, which takes less than a minute on a quiet machine with two cores.
 
-The tests allow three minutes of CPU time. Waiting for other processes does not count, but a slow or shared core does.
+The tests allow three minutes of CPU time. Waiting for other processes does not count; a slow or shared core takes
+longer.
 """
 
 import resource

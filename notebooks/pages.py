@@ -228,7 +228,7 @@ def prepare(notebook: Any, folder: Path) -> None:
 
 
 def show_output(output: Any, models: dict, said: str) -> None:
-    """Replace a widget by a live explorer and other images by WebP; `said` is the alt text of images without any."""
+    """Replace a widget with a live explorer, other images with WebP; `said` is the alt text of images without any."""
     from refvl.viz.explorers import host
 
     data, metadata = output.data, output.setdefault("metadata", {})

@@ -49,7 +49,7 @@ class Glm4vVisionConfig(GridVisionConfig):
     intermediate_size: int = 13696  # the width of the merger's MLP; the MLPs of the blocks have out_hidden_size
     num_heads: int = 12
     in_channels: int = 3
-    image_size: int = 336  # the side in pixels of the images on which the position table was learned
+    image_size: int = 336  # the side in pixels of the images that the position table was learned on
     patch_size: int = 14
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2

@@ -24,7 +24,7 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 
 @dataclass(frozen=True, slots=True)
 class PaddedPatchConfig(PatchConfig):
-    """The rule by which pixels become patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
+    """The rule that turns pixels into patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
 
     Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor counts a
     video's tokens, not this class.

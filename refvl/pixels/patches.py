@@ -38,7 +38,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows.
+    """The rule that turns pixels into patch rows.
 
     The defaults are transformers' defaults for images; `for_video` returns those for a video.
 

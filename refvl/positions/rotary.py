@@ -49,7 +49,7 @@ def vision_rotary_cos_sin(
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
-    """Return the radians by which one patch rotates each rotary pair, (K/4,) float32.
+    """Return the rotation of each rotary pair per patch, in radians, (K/4,) float32.
 
     Rows and columns use the same values.
     """

@@ -273,7 +273,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the amount by which values may differ: one number, or (layers + 1, 1) for the states."""
+    """Return the allowed difference between values: one number, or (layers + 1, 1) for the states."""
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
