@@ -120,7 +120,7 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
     """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer rows."""
     if any(length > padded.shape[1] for length in lengths):
-        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches do not fit the {padded.shape[1]} of {name}")
+        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches exceed the {padded.shape[1]} patches of {name}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])
 
 

@@ -196,7 +196,7 @@ def test_the_planned_frequencies_survive_a_cast():
     ("sizes", "ids", "error", "message"),
     [
         ([(4, 6)], None, ValueError, "x: dimension 0 must be 1, got 2"),
-        ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: slices of \[30, 6\] patches do not fit the 24 of x"),
+        ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: slices of \[30, 6\] patches exceed the 24 patches of x"),
         ([(4, 6), (2, 0)], None, ValueError, r"tgt_sizes\[1\]: every extent must be at least 1, got \(2, 0\)"),
         ([(4, 6), (2, 3)], [[1]], ValueError, r"temporal_ids: expected one id per slice \(2\), got 1 in \[\[1\]\]"),
         ([(4, 6), (2, 3)], [[1], [2, 3]], ValueError, r"temporal_ids: expected one id per slice \(2\), got 3"),
