@@ -84,7 +84,7 @@ def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
-    """Return the parameters without any tensor, then the missing parts of the others."""
+    """Return the parameters without any tensor, then the missing parts of the other parameters."""
     missing = [name for name in stored if name not in filled]
     for owner, names in filled.items():
         if owner not in names:

@@ -159,7 +159,7 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """Encode the readable images; record the reasons for the others in `unreadable`.
+    """Encode the readable images; record why other images could not be read in `unreadable`.
 
     If a batch fails, its images are retried one by one.
     """

@@ -397,9 +397,9 @@ def encode(
     Videos are sampled as in `chat`, and skipped if the model accepts only images. Only images are read from tar files,
     including those in the folder. `refvl.serving.handover.vllm_inputs` prepares the embeddings for vLLM.
 
-    If an image cannot be read, stderr and the manifest name it with the reason, the others are encoded, and the exit
-    status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again. In the
-    manifest, a path that is not valid UTF-8 is percent-encoded and begins with "./".
+    If an image cannot be read, stderr and the manifest name it and the reason. The other images are encoded, and the
+    exit status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again.
+    In the manifest, a path that is not valid UTF-8 is percent-encoded and begins with "./".
     """
     from refvl.serving.export import encode_folder
 
