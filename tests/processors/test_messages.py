@@ -44,7 +44,7 @@ def content(*parts) -> list[dict]:
          r"prompt\[1\]\.content\[1\]: image parts have one of the keys \['image', 'path', 'url'\], got none"),
         (content({"type": "image", "image": PICTURE, "path": "x.png"}), ValueError,
          r"image parts have one of .* got \['image', 'path'\]"),
-        (content({"type": "image", "image": PICTURE, "fps": 2}), ValueError, r"content\[0\]: image .* also \['fps'\]"),
+        (content({"type": "image", "image": PICTURE, "fps": 2}), ValueError, r"content\[0\]: image .* also got \['fps'\]"),
         (content({"type": "text", "text": "x", "image": PICTURE}), ValueError, r"text parts .* also got \['image'\]"),
         (content({"type": "video", "video": "x.mp4", 3: 4}), ValueError, r"video parts .* also got \['3'\]"),
         ("caf\udce9", ValueError, r"prompt: expected text that UTF-8 can encode, got '\\udce9'"),
