@@ -8,13 +8,13 @@
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
-names. So transformers with PEFT and serving engines can read the adapters that refvl saves, and refvl can read theirs.
-PEFT replaces the model's layers with its own; from then on, chat, trace, encode and graphs use them. `attach` returns a
-PEFT model, which switches, merges, unmerges and saves adapters.
+names. So transformers with PEFT and serving engines can read the adapters that refvl saves, and refvl can read adapters
+saved by PEFT. PEFT replaces the model's layers with its own, which chat, trace, encode and graphs then use. `attach`
+returns a PEFT model, which switches, merges, unmerges and saves adapters.
 
-"served" lists the parts whose adapters vLLM 0.32 supports. Without `enable_tower_connector_lora=True`, vLLM
-silently ignores the layers of the tower and the connector. It accepts one adapter per request, of ranks up to
-`max_lora_rank` (16), but it does not accept DoRA or `modules_to_save`.
+"served" lists the parts whose adapters vLLM 0.32 supports. Without `enable_tower_connector_lora=True`, vLLM silently
+ignores the layers of the tower and the connector. It accepts one adapter per request, with a rank of at most
+`max_lora_rank` (16). It accepts neither DoRA nor `modules_to_save`.
 
 An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its quantised form in
 transformers. Convolutions (patch embedding, GLM's downsampling) and position tables are not adapted.
@@ -40,7 +40,7 @@ from refvl.serving.provenance import Source, source
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OF_LORA = re.compile(r"\.(lora_(?:A|B|magnitude_vector))(?:\.weight)?$")
-VARIANTS = {  # if one of these fields of PEFT's config is set, its layers compute more than LoRA or DoRA
+VARIANTS = {  # with any of these config fields set, PEFT's layers compute more than LoRA or DoRA
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 }  # fmt: skip
@@ -60,7 +60,7 @@ class LayerNames:
     renamed: dict[str, str]
 
     def part(self, name: str) -> str:
-        """Return the name in `PARTS` of the part to which the layer `name` belongs."""
+        """Return the part in `PARTS` to which the layer `name` belongs."""
         text = tuple(f"{place}." for place, home in self.places.items() if home.startswith("language_model"))
         if f"{name}.".startswith(text):
             return "language_model"
@@ -109,7 +109,7 @@ def layer_names(family: Any) -> LayerNames:
 
 
 def layers(model, *parts: str) -> list[str]:
-    """Return the names of all adaptable layers of some `PARTS`, for `LoraConfig(target_modules=...)`; default: all.
+    """Return the names of all adaptable layers in the given `PARTS` (default: all), for PEFT's `target_modules`.
 
     The output head is omitted, as in PEFT's "all-linear". Raises ValueError for unknown parts.
     """
@@ -124,7 +124,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
     adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or transformers. For a new
     adapter that you will train, pass a `peft.LoraConfig`. name: the name of this adapter, if there are several. hub:
-    `revision` and similar arguments (see `refvl.checkpoints.download`). PEFT's model does the rest:
+    `revision` and similar arguments (see `refvl.checkpoints.download`). PEFT's model does everything else:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
@@ -144,7 +144,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     if not name or "." in name:
         raise ValueError(f"name: expected a name without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
-        raise ValueError(f"name: expected a new name, got {name!r}; have: {', '.join(model.adapters.peft_config)}")
+        raise ValueError(f"name: expected a free name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
     weights, files = None, list[Source]()
     if isinstance(adapter, (str, Path)):
         folder = _find(adapter, hub)
@@ -163,7 +163,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         if weights is not None:
             filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
             if filled.unexpected_keys:
-                raise ValueError(f"adapter: no layers for these weights: {_some(filled.unexpected_keys)}")
+                raise ValueError(f"adapter: the model has no layers for these weights: {_some(filled.unexpected_keys)}")
         model.provenance = [*model.provenance, *files]
         return model.adapters.eval()
 
@@ -282,7 +282,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     bare = [layer for layer, found in of_layers.items() if "lora_magnitude_vector" not in found]
     if config.use_dora and bare:
         raise ValueError(
-            f"adapter: {folder}: use_dora: expected a magnitude vector of each layer, got none of {_some(bare)}"
+            f"adapter: {folder}: use_dora: expected a magnitude vector for each layer, got none of {_some(bare)}"
         )
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
     config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
@@ -302,7 +302,7 @@ def _check_plain(values: dict, name: str) -> None:
 
 
 def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
-    """Return whether this is a copy of the model's own weight, which PEFT saves for an adapted output head."""
+    """Return whether `tensor` is a copy of the model's own weight, which PEFT saves for an adapted output head."""
     layer, _, rest = key.rpartition(".base_layer.weight")
     own = getattr(layers.get(layer), "weight", None)
     if own is None or rest or own.shape != tensor.shape:

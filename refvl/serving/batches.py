@@ -1,4 +1,4 @@
-"""Many requests: as many as fit are decoded together, and each has its own media, limits and errors."""
+"""Answer many requests: as many as fit are decoded together, each with its own media, limits and errors."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import clear_frames
@@ -35,12 +35,13 @@ def chat_batch(
     requests in a batch times the length of the longest one, including its answer. Consecutive requests are decoded
     together within this limit; a longer request runs alone. return_exceptions: if a request fails, its error takes the
     place of its answer, and the other requests continue; otherwise the first error is raised. progress: whether to show
-    a progress bar, after two seconds. Raises ValueError or TypeError naming `requests[i]` for other keys.
+    a progress bar, after two seconds. Raises ValueError or TypeError, naming `requests[i]`, if a request has unknown
+    keys.
 
-    Padding and batching change an answer only if the logits of the best two tokens differ by less than rounding. A
-    batch takes as long as its longest answer, and the next batch begins only after that. For many users or a steady
-    load, use a serving engine, which adds and removes requests at every token (`refvl.serving.handover` passes it the
-    embeddings).
+    Padding and batching change an answer only if the logits of the best two tokens differ by less than the rounding
+    error. A batch takes as long as its longest answer, and the next batch begins only when it is done. For many users
+    or a steady load, use a serving engine, which adds and removes requests at every token (`refvl.serving.handover`
+    passes it the embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -63,13 +64,13 @@ def answer_each(
 ) -> Iterator[str | Exception]:
     """Yield the answers of `chat_batch` one by one as batches finish.
 
-    requests: an exception in place of an unreadable request is returned as its answer. common: default arguments for
-    requests that do not set them.
+    requests: request dicts; an exception may replace an unreadable request and is returned as its answer. common:
+    default arguments for requests that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beams may depend on the limit
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beams may depend on it
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
@@ -126,7 +127,7 @@ def _answers_or_errors(
 
 
 def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
-    """Answer prepared prompts, decoded together. To see the effect of a trace's positions, change them first.
+    """Answer prepared prompts by decoding them together. A caller may change a trace's positions beforehand.
 
     Only the input_ids, inputs_embeds, deepstack and positions of each trace are used.
     """

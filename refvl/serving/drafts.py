@@ -1,6 +1,6 @@
 """Prompts that are prefilled before `generate` begins, in chunks or for drafted tokens.
 
-Tokens are drafted from the prompt itself or by a second model, and one forward checks several of them.
+Tokens are drafted from the prompt itself or by a second model; one forward pass then checks several at once.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from refvl.study.report import Trace
 
 
 def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Trace, dict]:
-    """Read a request, in chunks if requested; return `options` with the caches of the model and of its assistant.
+    """Read a prompt, in chunks if requested; return its trace, and `options` with the caches of model and assistant.
 
-    Raises ValueError for an assistant that tokenises the prompt differently.
+    Raises ValueError if the assistant tokenises the prompt differently.
     """
     if prefill_chunk is not None:
         model.family.require("chunks")
@@ -42,8 +42,8 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
 def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
     """Add `past_key_values` to `options` if the prompt was read in chunks or the answer uses drafts.
 
-    Drafts need this, because transformers would otherwise fall back on the ids, in which media are placeholders. Raises
-    ValueError for drafts of several prompts.
+    Drafts need the cache, because transformers would otherwise fall back on the ids, in which media are placeholders.
+    Raises ValueError if tokens would be drafted for several prompts at once.
     """
     draft = draft_option(language_model, options)
     if draft is not None and len(traces) > 1:
@@ -52,7 +52,7 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
         return options
     [trace] = traces
     cache: Any = trace.cache or _prefilled(language_model, trace)
-    trace.cache = None  # the cache grows with the answer from here on
+    trace.cache = None  # from now on, the cache grows with the answer
     copies = copies_wanted(language_model, options)
     if copies > 1:  # `batch_repeat_interleave` does not support linear attention
         cache.reorder_cache(torch.zeros(copies, dtype=torch.int64))
@@ -60,7 +60,7 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
 
 
 def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
-    """Return the keys and values of all tokens except the last, computed in one forward."""
+    """Return the keys and values of all tokens except the last, computed in one forward pass."""
     cache = language_model.cache_class(config=language_model.config)
     embeds = trace.inputs_embeds[None, :-1]
     if embeds.shape[1]:
@@ -69,7 +69,7 @@ def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
 
 
 class Assistant:
-    """A text model that has already read the prompt with its media; transformers' assistants draft only from ids."""
+    """A text model that has already read the prompt with its media; transformers would pass it the ids alone."""
 
     def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache
@@ -79,5 +79,5 @@ class Assistant:
         return getattr(self.language_model, name)
 
     def generate(self, **options) -> Any:
-        """Call transformers' `generate`, which passes a call's cache to the next call, but none to the first call."""
+        """Call transformers' `generate`; add the prompt's cache to the first call, which has none."""
         return self.language_model.generate(**({"past_key_values": self.cache} | options))

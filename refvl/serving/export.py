@@ -50,14 +50,13 @@ def encode_folder(
 ) -> dict:
     """Encode every image and video in `folder` that `out` does not yet contain; return the manifest, on every rank.
 
-    folder: a folder, a .tar file, or a text file that lists paths (see `find_media`); videos count if the model accepts
-        them.
-    shard_size: media per shard. force: rename files that refvl did not write if it needs their names. Processes that
-    torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed
-    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings from a different model or dtype,
-    or a shard that cannot be read. The same error is raised if the folder contains no image, or if images appeared or
-    changed during the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files that
-    refvl did not write (see `held_folder`), and OSError if `out` cannot be written.
+    folder: a folder, a .tar file, or a text file that lists paths (see `find_media`); videos are included if the model
+    accepts them. shard_size: media per shard. force: rename existing files that refvl did not write, if it needs their
+    names. Processes that torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is
+    skipped and listed under "unreadable" with the reason. Raises ValueError if `out` contains embeddings from a
+    different model or dtype, or a shard that cannot be read. The same error is raised if the folder contains no image,
+    or if images appeared or changed during the run. Raises BlockingIOError while another process writes to `out`,
+    FileExistsError for files that refvl did not write (see `held_folder`), and OSError if `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -87,10 +86,11 @@ def encode_folder(
 
 
 def describe_model(vlm: VLM) -> dict:
-    """Describe a model for continuing a run; its family, dtype, and digest of configs, adapters and weights must match.
+    """Describe the model by its family, its dtype, and a digest of configs, adapters and weights.
 
-    The text model's files do not affect embeddings, so they may change. The digest reads every byte of the encoder: it
-    takes about a second per GB if the CPU has instructions for SHA-256.
+    A run continues only if the description is the same. The text model's files do not affect embeddings, so they may
+    change. The digest covers every byte of the encoder; it takes about a second per GB if the CPU has instructions for
+    SHA-256.
     """
     encoder: Any = vlm.encoder
     settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}"
@@ -159,7 +159,7 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """Encode the readable images; record why other images could not be read in `unreadable`.
+    """Encode the readable images; record in `unreadable` why the other images could not be read.
 
     If a batch fails, its images are retried one by one.
     """

@@ -69,7 +69,7 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
     if shard is None:
         raise KeyError(f"{name} is not in {out / MANIFEST}")
     if not path.resolve().is_relative_to(out.resolve()):
-        raise ValueError(f"folder: {out / MANIFEST}: {name} must be inside the folder, not in {shard}")
+        raise ValueError(f"folder: {out / MANIFEST}: expected {name} in a shard inside the folder, got {shard}")
     with open_shard(path) as stored:
         embeds = stored.get_tensor(name)
     if len(embeds) != tokens:
@@ -78,7 +78,7 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
 
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """Concatenate all media of a kind, with their grids in patches; a video also has the duration of its time steps."""
+    """Return the joined embeddings of all media of a kind and their grids in patches; for videos, seconds per step."""
     for entry in entries:
         grid = entry["layout"]
         if not is_grid(grid) or math.prod(grid) != PATCHES * entry["tokens"]:

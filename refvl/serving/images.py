@@ -1,4 +1,4 @@
-"""The media to encode: their files, their names in a manifest, and a check whether one has changed.
+"""The media to encode: their files, their names in a manifest, and a check for changes.
 
 A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder are
 also read. A file is unchanged if its size, mtime and ctime equal the recorded values (renaming a file sets its ctime).
@@ -42,7 +42,7 @@ class MediaFile:
 
     name: see `media_name`; stamp: see `read_stamp`; rows: the number of patch rows, if already known.
 
-    begin, size: the bytes of an image in the tar file at `path`; None: the file itself.
+    begin, size: the offset and length of an image in the tar file at `path`; None: the whole file at `path`.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""One matmul for gate and up on a GPU, which saves one kernel in every block of a tower with SwiGLU.
+"""One matmul for the gate and up projections on a GPU; it saves a kernel in every block of a tower with SwiGLU.
 
-Both weights are moved into one block of memory, gate's rows first. They remain two parameters with the checkpoint's
-names, so they can be saved, adapted and inspected as before. The two matmuls are computed one after the other if the
-weights are no longer in one block. The same applies if a layer was replaced or has hooks.
+Both weights are moved into one contiguous piece of memory, gate's rows first. They remain two parameters with the
+checkpoint's names, so they can be saved, adapted and inspected as before. If the weights are no longer contiguous, or
+if a layer was replaced or has hooks, the two matmuls are computed separately.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ JOINED: dict[type, type] = {qwen2_5_vl.SwiGLU: JoinedSwiGLU, glm4v.SwiGLU: Joine
 
 @torch.no_grad()
 def join_gate_up(model: Any) -> None:
-    """Move gate and up of every SwiGLU in `model` next to each other in memory, in place."""
+    """Move the gate and up weights of every SwiGLU in `model` next to each other in memory, in place."""
     for module in [module for module in model.modules() if type(module) in JOINED]:
         for name, gate in list(module.gate_proj.named_parameters()):
             up = module.up_proj.get_parameter(name)

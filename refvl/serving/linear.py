@@ -18,7 +18,7 @@ from torch import Tensor, nn
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
 MIN_WORK = 2**22  # multiplications per call; below this number, the call itself costs more than oneDNN saves
-FASTER = 1.3  # oneDNN has to reach this speed-up, so that a short disturbance does not decide
+FASTER = 1.3  # the speed-up that oneDNN must reach, so that a short disturbance does not decide the choice
 
 
 class OneDnnLinear(nn.Linear):
@@ -39,7 +39,7 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
 
     Raises ValueError for any other name.
 
-    If oneDNN's kernel cannot be called, it warns and returns "torch".
+    Warns and returns "torch" if oneDNN's kernel cannot be called.
     """
     if requested not in KERNELS:
         raise ValueError(f"linear: expected one of {KERNELS}, got {requested!r}")
@@ -58,7 +58,7 @@ def missing_kernel() -> str:
     """Return the reason why oneDNN's kernel cannot be used in this torch, or "" if it can and its result is correct."""
     x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
     try:
-        equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers: exact
+        equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers, so exact
     except (AttributeError, RuntimeError, TypeError) as error:
         return str(error).partition("\n")[0]
     return "" if equal else "it computes a different result"

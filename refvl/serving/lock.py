@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock file that names its owner and needs no cleanup after a crash.
+"""A lock file for a folder: it admits one process at a time, names its owner, and needs no cleanup after a crash.
 
 The file is created with O_EXCL, so only one of several processes creates it. Its owner also holds the kernel's lock on
 the file (`flock`), which is released when the process ends for any reason. So a file whose kernel lock is free was left

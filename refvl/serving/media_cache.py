@@ -64,7 +64,7 @@ class WeightsState:
         self.owners, self.seen, self.number = list[weakref.ref[Tensor]](), list[tuple](), -1
 
     def of(self, encoder: nn.Module) -> tuple:
-        """Return the number, and which adapters are active."""
+        """Return the number, and the switches of the adapters (see `baked_in`)."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
         seen = [(x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors]
         # a new tensor may reuse the address of a freed tensor; an equal address means the same tensor only while it
@@ -187,7 +187,7 @@ def sizes_of(entries: Iterable[Embeddings]) -> dict[str, int]:
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
-    """Return finished copies, because on a GPU another thread may read or free the originals on another stream."""
+    """Return finished copies; on a GPU, a different thread may read them, or free the originals, on its own stream."""
     copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
     if copies and copies[0].rows.is_cuda:
         torch.cuda.current_stream(copies[0].rows.device).synchronize()

@@ -1,10 +1,10 @@
 """The `VLM` that `refvl.load` returns: the path of `refvl.pipeline`, with features for daily use.
 
-options.py        options of `generate`, refused before anything is encoded (rehearsal.py tries them)
-long_prompts.py   prefill_chunk: a prompt N tokens at a time
+options.py        the options of `generate`, checked before anything is encoded (rehearsal.py tries them)
+long_prompts.py   prefill_chunk: prefill a prompt N tokens at a time
 drafts.py         drafted tokens, several of which are checked at once
 batches.py        chat_batch: many requests, decoded together
-tensors.py        generate: transformers' call, on tensors
+tensors.py        `generate`, called on tensors as in transformers
 tower.py          feature_map: an image as a grid of features
 
 `refvl.study.watch` adds `trace`: the same run with the result of every stage kept.
@@ -53,7 +53,7 @@ class VLM(pipeline.VLM):
         prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> str | Iterator[str]:
-        """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
+        """Answer a question about images and videos; decoding is greedy unless the options ask for sampling or beams.
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
@@ -88,13 +88,13 @@ class VLM(pipeline.VLM):
         check_positive_int(max_new_tokens, "max_new_tokens")
         if self.encoder.device.type == "meta":
             raise ValueError(NOT_ON_META)
-        own = self.language_model.generation_config  # these apply if the caller sets no option
+        own = self.language_model.generation_config  # the defaults, for options that the caller does not set
         if not options and stream is False and all(getattr(own, name, None) in usual for name, usual in USUAL.items()):
             return Wanted()
         return check_unusual(self, method, options, stream)
 
     def answer_with_beams(self, trace: Trace, max_new_tokens: int, **options) -> None:
-        """Answer like `answer`, but timed as one stage, because transformers does not call a streamer for beams."""
+        """Answer like `answer`, but time it as one stage, because transformers does not call a streamer for beams."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()

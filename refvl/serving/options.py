@@ -1,4 +1,4 @@
-"""Options of `generate`: they are read here, and unsupported options raise an error before anything is encoded."""
+"""Options of `generate`: they are read here, and unsupported ones raise an error before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # never re
 
 
 class Wanted(NamedTuple):
-    """The differences between a call and a plain greedy answer."""
+    """The ways in which a call differs from a plain greedy answer."""
 
     num_beams: int = 1
     draft: str | None = None  # the name of the option that makes transformers draft tokens
@@ -52,12 +52,12 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     num_beams = option(model.language_model, options, "num_beams")
     if (assistant := options.get("assistant_model")) is not None:
         if method not in ("chat", "trace"):
-            raise ValueError(f"assistant_model: {method} has no media for it; use `chat` or `trace`")
+            raise ValueError(f"assistant_model: not supported by {method}; use `chat` or `trace`")
         if not isinstance(assistant, pipeline.VLM):
             raise TypeError(f"assistant_model: expected a VLM, as `load` returns, got {type(assistant).__name__}")
     for name, off in (("stream", False), ("streamer", None)):
         if num_beams != 1 and (stream if name == "stream" else options.get(name)):
-            raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
+            raise ValueError(f"{name}: must be {off} with num_beams, because the last token decides which beam wins")
     wanted = Wanted(num_beams, draft_option(model.language_model, options))
     if wanted.draft:
         model.family.require("assistant" if wanted.draft == "assistant_model" else "drafts")
@@ -66,7 +66,7 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     if method == "generate":
         return wanted
     if (count := option(model.language_model, options, "num_return_sequences")) != 1:
-        raise ValueError(f"num_return_sequences: {method} returns one answer, got {count}; use `generate`")
+        raise ValueError(f"num_return_sequences: expected 1 with {method}, got {count}; use `generate`")
     for name in NOT_IN_TEXT:
         if option(model.language_model, options, name):
             raise ValueError(f"{name}: not supported by {method}, which returns text; use `generate`")
@@ -79,7 +79,7 @@ def is_static(language_model: CausalTextModel, options: dict) -> bool:
 
 
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
-    """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
+    """Raise ValueError, naming the option, if transformers' `generate` lacks it, or would lose the media with it.
 
     own: other names that the caller accepts, used to suggest a name for a misspelt one (`image` for `images`).
     """
@@ -110,7 +110,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
 
 
 def check_pruning(pruning: str, q: float) -> float:
-    """Return the rate as a float; raise an error for a name that no pruner has, or a rate outside [0, 1)."""
+    """Return the rate as a float; raise an error for an unknown pruner or a rate outside [0, 1)."""
     find_pruner(pruning)
     return check_pruning_rate(q, "pruning_rate")
 
@@ -137,5 +137,5 @@ def check_runnable(model: Any) -> None:
 
 
 def draft_option(language_model: CausalTextModel, options: dict) -> str | None:
-    """Return the option, if any, that makes transformers draft tokens, which one forward then checks."""
+    """Return the name of the option that makes transformers draft tokens, or None if there is none."""
     return next((name for name in DRAFTS if option(language_model, options, name) is not None), None)

@@ -1,4 +1,4 @@
-"""One image per device, not one shard of every layer: data-parallel encoding over a torch.distributed group.
+"""Data-parallel encoding over a torch.distributed group: each device encodes whole items, not a shard of every layer.
 
     sizes of all items -> get_load_balance_assignment: which rank encodes which item (the same result on every rank)
     own rows           -> the encoder, eager or with graphs
@@ -6,8 +6,8 @@
 
 A vision tower is small and its items are independent, so every rank has the whole tower, and ranks send only the
 results. This takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the
-sizes. The process group is gloo on CPUs and NCCL on GPUs; `group=None` is the default group; without any group, a call
-encodes alone.
+sizes. The process group uses gloo on CPUs and NCCL on GPUs. `group=None` selects the default group. Without any group,
+the calling process encodes all items.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images.
 Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
@@ -104,13 +104,13 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: an encoder of refvl, or an `EncoderGraphManager`, so each rank replays its own graphs. It may also be
-    any callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
+    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own graphs. It may also
+    be any callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
     pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each rank copies only its own rows
     to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
     rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for towers like
-    Kimi-VL's. These accept a tensor of grids (h, w), keep a merge block together, and return one (M, block, D) tensor
-    per item.
+    Kimi-VL's. These accept a tensor of grids (h, w), do not merge the rows of a merge block, and return one (M, block,
+    D) tensor per item.
 
     Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows and grids do not
     match. If one rank fails later, the others wait until the group's timeout, or until `torchrun` ends them.
@@ -179,7 +179,7 @@ def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, li
 
 
 def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor:
-    """Encode (N, values) as (M, ...), in whichever form the model returns its items."""
+    """Encode (N, values) rows; return (M, ...), whether the model returns one tensor or a list."""
     run = getattr(vision_model, "execute", vision_model)
     takes_tensor = rope_type == "rope_2d" and not hasattr(_encoder(vision_model), "item_size")
     output = run(rows, torch.tensor(layouts, device=rows.device) if takes_tensor else layouts)
@@ -187,11 +187,11 @@ def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor
 
 
 def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:
-    """Gather the rows of all ranks, (ranks * longest, ...); local: this rank's (lengths[rank], ...), None if it has
-    none.
+    """Gather the rows of all ranks, (ranks * longest, ...).
 
-    An all-gather needs equal shapes, so each rank sends as many rows as the rank with the most rows. A rank without
-    items does not know the width of its padding, so rank 0, which always has the largest item, sends the width.
+    local: the rows of this rank, (lengths[rank], ...), or None if it has none. An all-gather needs equal shapes, so
+    each rank sends as many rows as the rank with the most rows. A rank without items does not know the width of its
+    padding, so rank 0, which always has the largest item, sends the width.
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
@@ -199,7 +199,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
-    assert local is not None  # as lengths shows
+    assert local is not None  # an empty tensor replaced None above
     if len(lengths) == 1:
         return local
     padded = F.pad(local, (0, 0) * (local.ndim - 1) + (0, max(lengths) - len(local))).contiguous()

@@ -1,7 +1,7 @@
 """The files that determine a model, and one digest of everything that determines its answers.
 
 files      weights, configs, tokenizer, chat template, processor and generation settings, adapters: `VLM.provenance`
-memory     values that a program may have changed since: settings, active adapters, weights
+memory     values that a program may have changed since loading: settings, active adapters, weights
 inputs     the files, and a request's media by content: `digest_of_inputs`
 
 A file's digest covers its bytes. It is computed on demand, in about a second per GB if the CPU has instructions for
@@ -46,7 +46,7 @@ class Source:
     def digest(self) -> str:
         """Return the sha256 of the bytes in hexadecimal.
 
-        Raise ValueError if they changed after the model was loaded.
+        Raises ValueError if they have changed since the model was loaded.
         """
         if not self.path.is_file() or _stamp(self.path) != self.stamp:
             raise ValueError(f"provenance: {self.path} has changed since the model was loaded; load it again")

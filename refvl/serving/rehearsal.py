@@ -17,9 +17,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from refvl.language.model import CausalTextModel, generate
 from refvl.printing import printable
 
-HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # with code on the hub
+HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # code on the hub
 CALLED = ("logits_processor", "stopping_criteria")  # lists of functions, which are checked but not called here
-FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # objects and their methods
+FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # objects that need these methods
 FEW = 4  # this many beams or sequences are enough for a rehearsal
 
 
@@ -39,9 +39,9 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
         return
     for name in tried:
         if _fails(language_model, tokenizer, {other: tried[other] for other in tried if other != name}) is None:
-            raise ValueError(f"{name}: generate refuses {printable(repr(options[name]))}: {_words(error)}") from error
+            raise ValueError(f"{name}: generate rejects {printable(repr(options[name]))}: {_words(error)}") from error
     names = ", ".join(tried) or "generation_config"
-    raise ValueError(f"{names}: generate refuses this combination: {_words(error)}") from error
+    raise ValueError(f"{names}: generate rejects this combination: {_words(error)}") from error
 
 
 def check_kinds(options: dict) -> None:

@@ -1,11 +1,11 @@
-"""A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
+"""Answer a file of requests in a second file: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
 Each answer is one line, in the order of the requests: {"line": number of the request's line, "request": digest of that
-line, "inputs": digest of the model's files and the request's media, which `encode` and `compare` share, "by": digest
-of the model and the settings, "answer": text}. A failed request has "error" instead of "answer"; empty lines are
-skipped. Lines are written whole, as soon as their batches are done. The same command continues a run that was stopped:
-an incomplete line is removed, and answered requests are not repeated. The run is refused if an image or any file that
-determines the model (`provenance.py`) has changed. The reason is that one file contains answers to one set of inputs.
+line, "inputs": digest of the model's files and the request's media, which `encode` and `compare` share, "by": digest of
+the model and the settings, "answer": text}. A failed request has "error" instead of "answer"; empty lines are skipped.
+Lines are written whole, as soon as their batches are done. The same command continues a run that was stopped: an
+incomplete line is removed, and answered requests are not repeated. It raises an error if an image, or any file that
+determines the model (`provenance.py`), has changed, because one file contains answers to one set of inputs.
 """
 
 import fcntl
@@ -74,7 +74,7 @@ def _media_of_line(line: bytes) -> list[str]:
     """Return the digests of a request's media files, including frames of a video given as a list."""
     request: Any = _parse(line)
     digests = list[str]()
-    with suppress(AttributeError, TypeError, ValueError, OSError):  # the answer is then the error
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # the error then becomes the answer
         messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
         digests += digests_of_media(_files(source for _, source, _ in media_of(messages)))
     return digests

@@ -86,7 +86,7 @@ def _remove_unfinished(out: Path) -> None:
 
 @contextmanager
 def speaking_of(out: Path) -> Iterator[None]:
-    """Turn errors from a full disk or from missing permissions into an OSError that begins with "out:"."""
+    """Turn errors caused by a full disk or missing permissions into an OSError that begins with "out:"."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 def of_a_thread() -> dict:
     """Return the options for a compiled decode step that runs in its own thread.
 
-    Until torch 2.13, it uses no graphs, because only one thread could record them (pytorch issue 123177).
+    Before torch 2.13, the step uses no graphs, because only one thread could record them (pytorch issue 123177).
     """
     return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
 

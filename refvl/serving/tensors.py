@@ -1,4 +1,4 @@
-"""transformers' `generate` on tensors: pixels or embeddings in, token ids out."""
+"""The `generate` of transformers, on tensors: it accepts pixels or embeddings and returns token ids."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def generate(
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add this argument; the ids imply it
+    generate_kwargs.pop("mm_token_type_ids", None)  # added by transformers' processors; the ids imply it
     model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)

@@ -392,7 +392,7 @@ BAD = {  # what is done to a saved adapter: what the error says
     "another bias": ({"config": lambda v: v | {"bias": "some"}}, "bias: expected none, all or lora_only"),
     "DoRA without its vectors": (
         {"config": lambda v: v | {"use_dora": True}},
-        "use_dora: expected a magnitude vector of each",
+        "use_dora: expected a magnitude vector for each",
     ),
     "a LoRA that waits for its tokens": (
         {"config": lambda v: v | {"alora_invocation_tokens": [5, 6]}},
@@ -532,7 +532,7 @@ def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^name: expected a name without dots, got 'a.b'"):
         adapters.attach(vlm, a, name="a.b")
     adapters.attach(vlm, a, name="a")
-    with pytest.raises(ValueError, match=r"^name: expected a new name, got 'a'"):
+    with pytest.raises(ValueError, match=r"^name: expected a free name, got 'a'"):
         adapters.attach(vlm, a, name="a")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"^adapters: need PEFT: pip install 'refvl\[adapters\]'$"):

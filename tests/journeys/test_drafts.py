@@ -145,7 +145,7 @@ def test_one_prompt_at_a_time(vlm, other):
     assert drafted == vlm.chat_batch(requests, max_new_tokens=4)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens: expected one prompt at a time, got a batch of 2"):
         vlm.generate(torch.full((2, 3), 5), prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match="assistant_model: chat_batch has no media for it; use"):
+    with pytest.raises(ValueError, match="assistant_model: not supported by chat_batch; use"):
         vlm.chat_batch([{"prompt": "One?"}], assistant_model=other)
 
 

@@ -136,11 +136,11 @@ REFUSED = {
     "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
     "several answers": (
         {"num_return_sequences": 2, "do_sample": True},
-        "num_return_sequences: chat returns one answer",
+        "num_return_sequences: expected 1 with chat, got 2",
     ),
     "by config": (
         {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
-        "returns one answer",
+        "expected 1 with chat, got 2",
     ),
     "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: not supported by chat"),
     "scores": ({"output_scores": True}, "output_scores: not supported by chat"),

@@ -78,7 +78,7 @@ def test_every_option_is_tried():
     ("options", "message"),
     [
         ({"generation_config": 5}, "generation_config: expected a GenerationConfig, got int"),
-        ({"do_sample": True, "forced_eos_token_id": 10**9}, "forced_eos_token_id: generate refuses 1000000000: "),
+        ({"do_sample": True, "forced_eos_token_id": 10**9}, "forced_eos_token_id: generate rejects 1000000000: "),
         ({"streamer": 5}, r"streamer: expected an object with put\(\), got int"),
         (
             {"dola_layers": "low"},
@@ -90,7 +90,7 @@ def test_every_option_is_tried():
         ),
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
         ({"use_cache": 0}, "use_cache: expected True, because without a cache"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: generate refuses 3: "),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: generate rejects 3: "),
         ({"num_beams": 1025}, "num_beams: must be at most 1024, got 1025"),
         ({"encoder_repetition_penalty": 1.4}, "encoder_repetition_penalty: must be None or 1, got 1.4; "),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size: must be None or 0, got 2; "),
