@@ -1,4 +1,4 @@
-"""One table entry per model family: the encoder, processor and text model for a config.json, and how to build them."""
+"""A table of model families: the encoder, processor and text model for a config.json, and how to build them."""
 
 import re
 import warnings
@@ -35,7 +35,7 @@ CAPABILITIES = {  # optional capability of a family -> the argument that request
     "drafts": "prompt_lookup_num_tokens",
     "assistant": "assistant_model",
     "chunks": "prefill_chunk",
-    "chunked_beams": "num_beams",  # with prefill_chunk
+    "chunked_beams": "num_beams",  # num_beams together with prefill_chunk
     "static_cache": "cache_implementation",
     "attentions": "attentions",
     "pruning": "pruning_rate",
@@ -57,13 +57,13 @@ class Family:
     vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
     text_model: type[CausalTextModel] = CausalTextModel
     config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
-    version: str | None = None  # used if families share a model_type (see `minicpmv_version`)
+    version: str | None = None  # the version, if families share a model_type (see `minicpmv_version`)
     left_out: str = "(?!)"  # a regular expression for checkpoint names that are neither vision nor text
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
 
     @property
     def can(self) -> Mapping[str, bool]:
-        """A dict that maps each of `CAPABILITIES` to whether this family has it."""
+        """Whether this family has each of the `CAPABILITIES`, by name."""
         return {capability: capability not in self.cannot for capability in CAPABILITIES}
 
     def require(self, capability: str) -> None:
@@ -149,8 +149,7 @@ def minicpmv_version(values: dict) -> str:
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
-    """Return a transformers config from a folder, a config.json of any name, a dict or a config; check its family
-    first.
+    """Return a transformers config from a folder, a JSON file, a dict or a config; check its family first.
 
     Raises ValueError, naming the file, if it does not contain a JSON object.
     """
@@ -174,16 +173,16 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
 
 
 def _without_code(values: dict) -> dict:
-    """Remove kernel names from a config, at any level; transformers would fetch these kernels from the hub."""
+    """Remove kernel names from all levels of a config, because transformers would fetch these kernels from the hub."""
     kept = {key: value for key, value in values.items() if not re.search(r"_implementation(_internal)?$", str(key))}
     return {key: _without_code(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the text config, with the settings that belong to it but are stored outside of it.
+    """Return the text config, including settings that belong to it but are stored elsewhere in the config.
 
-    In older configs, this includes the flag for shared weights of the embedding and the head. With DeepStack, it
-    includes the number of layers that add features; with a canvas, the ids of its special tokens.
+    In older configs, one such setting is the flag that ties the weights of embedding and head. With DeepStack, it is
+    the number of layers that add features; with a canvas, the ids of its special tokens.
     """
     text_config = config.get_text_config()
     if hasattr(config, "tie_word_embeddings"):
@@ -206,7 +205,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: Family) -> None:
-    """Warn about the parts of a checkpoint that are neither vision nor text, by name."""
+    """Warn about parts of a checkpoint that belong to neither vision nor text, naming them."""
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
@@ -229,10 +228,10 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 
 
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
-    """Build the tower with uninitialised memory on `device` (without memory on `meta`).
+    """Build the tower with uninitialised weights on `device`, which take no memory on `meta`.
 
-    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has over
-    twice as many.
+    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has more
+    than twice as many values.
     """
     with torch.device("meta"):
         encoder = find_family(config).encoder.from_config(config, attention=attention)

@@ -15,17 +15,17 @@ from refvl.graphs.packing import Capacity, greedy, pack
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
 FRAME_TOKENS = 2**16
-"""The reason: a capture starts attention blocks for `max_frames` frames, each as long as the whole budget, because any
-of them may be that long. But all frames together are at most as long as the budget, so one block in `max_frames` has
-work, and the empty ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048
-have work; 16 frames are 32,768. Batches with more frames run eagerly, which costs little at this size, because the
-GPU needs more time than the host.
+"""The limit exists because a capture starts attention blocks for `max_frames` frames, each as long as the whole budget:
+any frame may be that long. But all frames together are at most as long as the budget, so one block in `max_frames`
+has work, and the empty blocks take time. With 64 frames, 4,096 tokens and 16 heads, a layer starts 131,072 blocks,
+of which 2,048 have work; with 16 frames, it starts 32,768. Batches with more frames run eagerly, which costs little
+at this size, because the GPU needs more time than the host.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items that run together, as indices into the caller's order. With budget None they run eagerly.
+    """Items that run together, as indices into the caller's order; if `budget` is None, they run eagerly.
 
     path: the path that they run on, if the encoder has several. tokens: the output tokens of the items on that path.
     """
@@ -49,9 +49,9 @@ class PairedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The graphs of one path: sorted budgets in output tokens, and the maximum items and frames of one replay.
+    """The limits of one path's graphs: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the maximum of frames times output tokens in a capture; None: max_frames for every budget.
+    frame_tokens: the maximum of frames times output tokens in a capture; if None, every budget allows max_frames.
     """
 
     budgets: tuple[int, ...]
@@ -89,9 +89,9 @@ def infer_limits(
     max_items: int | None = None,
     max_frames: int | None = None,
 ) -> Limits:
-    """Fill in the limits that the user left open. min_budget, max_budget: the values that the model's sizes suggest.
+    """Infer the limits that the user does not set. min_budget, max_budget: the values that the model's sizes suggest.
 
-    Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget. If only
+    Every item needs at least one token in every graph, so `max_items` must not exceed the smallest budget. If only
     `max_items` is given, it raises the smallest budget. Repeated budgets count once. By default there are as many
     frames as items, at least 32; large budgets allow fewer (see `FRAME_TOKENS`). Raises ValueError if the invariants do
     not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
@@ -126,10 +126,9 @@ def plan_batches(
     """Pack items into batches, each with the smallest budget that fits it.
 
     output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item, limited by
-    `max_frames` per batch (optional). policy: "greedy" fills a batch with sorted items while they fit the largest
-    budget. "optimal" finds the smallest sum of budgets, then the fewest batches. The search is exact for up to 12
-    items. For more items, it is bounded, but never worse than the best cut of the sorted items into consecutive
-    batches.
+    `max_frames` per batch (optional). policy: "greedy" adds sorted items to a batch while they fit the largest budget.
+    "optimal" finds the smallest sum of budgets, then the fewest batches. The search is exact for up to 12 items. For
+    more items, it is bounded, but never worse than the best cut of the sorted items into consecutive batches.
 
     The batch with the smallest item comes first; items that fit no graph come last, each alone, with budget None.
     Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong type)
@@ -156,7 +155,7 @@ def plan_batches(
 def pack_items(
     sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
 ) -> list[Batch]:
-    """Compute `plan_batches` without its checks. sizes: (patch rows, output tokens, frames) by index.
+    """Pack items as `plan_batches` does, without its checks. sizes: (patch rows, output tokens, frames) by index.
 
     Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits both.
     """
@@ -183,9 +182,9 @@ def plan_paired_batches(
 ) -> list[PairedBatch]:
     """Pack items once for all paths, smallest first, while every path's tokens fit its largest budget.
 
-    path_tokens: the output tokens of each item on each path. budgets: per path. An item too large for a path forms a
-    separate batch: that path runs eagerly, and the others replay. Upstream: the greedy plan of vLLM's dual-path
-    manager.
+    path_tokens: the output tokens of each item on each path. budgets: the budgets of each path. An item that is too
+    large for a path forms a separate batch: that path runs eagerly, and the others replay. Upstream: the greedy plan of
+    vLLM's dual-path manager.
 
     Raises ValueError if max_items is below 1.
 
@@ -212,7 +211,8 @@ def plan_paired_batches(
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
     """Return the share of padding among the tokens that replays compute; items that run eagerly do not count.
 
-    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches. 0 without replays.
+    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches. Without replays,
+    the share is 0.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25

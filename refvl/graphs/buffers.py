@@ -1,9 +1,9 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus the pixels. Before a replay, each field is padded by the rule in its definition, so nothing of the
-previous batch remains. A field without a rule raises TypeError, so it cannot cause stale data. Integers were baked in
-at capture, so they are capacities that a batch must not exceed.
+capacity, plus the buffer of patch rows. Before a replay, each field is padded by the rule in its definition, so nothing
+of the previous batch remains. A field without a rule raises TypeError, so it cannot cause stale data. Integers are
+baked in at capture, so they are capacities that a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -37,10 +37,9 @@ class Fill(NamedTuple):
 
 
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
-    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...), and pad the rest by `rule`.
+    """Copy `values` (n, ...) to the front of `buffer` (capacity, ...) and pad the rest by `rule`, in place.
 
-    In place. Raises ValueError if the values do not fit, and TypeError for an unknown rule or an argument that is not a
-    tensor.
+    Raises ValueError if the values do not fit, and TypeError for an unknown rule or an argument that is not a tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
@@ -109,7 +108,8 @@ def _is_in_words(fill: Fill) -> bool:
 def _fill_together(fills: list[Fill]) -> None:
     """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
 
-    Another kernel clears all remainders that are padded with zeros. Cumulative lengths need one kernel each.
+    A second kernel zeroes the unused ends of all buffers with the rule "zero". Each tensor of cumulative lengths needs
+    a kernel of its own.
     """
     copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
     padded = [fill for fill in fills if len(fill.rest)]

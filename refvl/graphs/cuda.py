@@ -1,4 +1,4 @@
-"""The CUDA backend: it follows the same contract as the trace backend, and the driver enforces it."""
+"""The CUDA backend: it follows the contract of the trace backend, which the CUDA driver enforces here."""
 
 import threading
 import warnings
@@ -32,9 +32,9 @@ class CudaGraph:
 
         The warm-up does the lazy initialisation (library handles, kernels compiled on first use), which must not be
         captured. Raises CaptureError if `function` reads a value back, before the driver notices: a capture that fails
-        inside the driver would leave allocator and streams in capture state. Every tensor that `function` closes over
-        must be kept alive as long as the graph. Captures from several threads run one after the other; other threads'
-        use of the device does not disturb them ("thread_local").
+        inside the driver would leave the allocator and the streams in the capture state. Every tensor that `function`
+        closes over must be kept alive as long as the graph. Captures from several threads run one after the other; they
+        are not disturbed if other threads use the device ("thread_local").
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already has a recording")
@@ -69,8 +69,8 @@ class CudaGraph:
 def _own_workspaces() -> Iterator[None]:
     """Let a capture allocate the workspaces of its matrix multiplications in the graph's own pool.
 
-    Up to 2.14, torch keeps one workspace per stream, and a graph keeps its address. The graph does not own the
-    workspace of the warm-up. Code that clears workspaces, such as code compiled with "reduce-overhead", would leave
+    Up to 2.14, torch keeps one workspace per stream, and a graph stores the workspace's address. The graph does not own
+    the workspace of the warm-up. Code that clears workspaces, such as code compiled with "reduce-overhead", would leave
     replays writing to freed memory. Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
@@ -89,8 +89,8 @@ def pool_bytes(pool: Pool) -> int:
 def _check_capturable(function: Callable[[], Tensor]) -> None:
     """Run once under the rules of the trace backend, with PyTorch's synchronisation warnings turned on.
 
-    The warning mode applies to the whole process, and other threads may synchronise, so it reports a warning instead of
-    an error.
+    That mode applies to the whole process, in which other threads may synchronise, so it warns instead of raising an
+    error.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()

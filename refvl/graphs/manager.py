@@ -1,4 +1,4 @@
-"""The manager: it captures one graph per budget, packs arriving items, replays, and returns outputs in order.
+"""The graph manager: it captures one graph per budget, packs arriving items, replays, and returns outputs in order.
 
     plan   layouts -> the part of each item for each path
                    -> batches: which items share a replay, on each path
@@ -9,8 +9,8 @@
 
 Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of an image are squares
 of two sizes, so each size has its own graphs. The paths pack independently, so images that share a replay on one path
-may not share one on the other. One path may also run eagerly while the other replays. The policy "paired" packs images
-once for all paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
+may not share one on the other. One path may also run eagerly while the other one replays graphs. The policy "paired"
+packs images once for all paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
 
 The manager uses only the `GraphEncoder` interface of an encoder: plan, forward, metadata at capacity, and the sizes of
 an item.
@@ -40,7 +40,7 @@ from refvl.graphs.weights import baked_in, has_hooks
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # in tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
-MAX_UNITS = 64  # squares in the largest inferred graph; MAX_BUDGET is the limit if squares have many tokens
+MAX_UNITS = 64  # the most squares in an inferred graph; MAX_BUDGET is the limit if squares have many tokens
 
 Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
 Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
@@ -48,7 +48,7 @@ Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBudget:
-    """One graph and every tensor it reads and writes, kept as strong references so the memory is not reused."""
+    """One graph and every tensor that it reads or writes; the references prevent reuse of the memory."""
 
     graph: CudaGraph | TraceGraph
     pixel_values: Tensor
@@ -71,7 +71,7 @@ class CapturedBudget:
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counters of items and tokens. Items that ran eagerly are misses; waste counts only tokens of replays."""
+    """Counters of items and tokens. Items that ran eagerly count as misses; padding is counted only in replays."""
 
     hits: int = 0
     misses: int = 0
@@ -102,8 +102,8 @@ class GraphStats:
 class GraphPlan:
     """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
 
-    layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the rows.
-    batches: the items that run together, in order of execution. metadata: the plan of each batch on its path.
+    layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the patch
+    rows. batches: the items that run together, in order of execution. metadata: the plan of each batch on its path.
     weights: the addresses of the captured weights.
     """
 
@@ -139,8 +139,8 @@ class EncoderGraphManager:
         progress: bool = True,
     ):
         """budgets: output tokens per graph; for an encoder with several paths, a mapping from paths to such lists.
-        max_items, max_frames: limits per replay. None is inferred. Inferred budgets double from `min_budget` up to
-        `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
+        max_items, max_frames: limits per replay. If one is None, it is inferred. Inferred budgets double from
+        `min_budget` up to `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
         `plan_batches`; "paired" packs items once for several paths. Raises ValueError if limits contradict each other,
@@ -194,8 +194,8 @@ class EncoderGraphManager:
 
         Shows a progress bar.
 
-        Does nothing if the graphs of the current weights exist; otherwise the graphs of the old weights are dropped
-        first. Raises CaptureError if the encoder reads a value back; in that case, no graph is kept.
+        Does nothing if graphs of the current weights exist; otherwise it first drops the graphs of the old weights.
+        Raises CaptureError if the encoder reads a value back; in that case, no graph is kept.
         """
         with self._lock:
             weights = baked_in(self.encoder)
@@ -255,10 +255,7 @@ class EncoderGraphManager:
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches.
-
-        All are eager if the encoder has hooks on its forwards, because a replay would not call them.
-        """
+        """Return the batches; all of them run eagerly if the encoder has hooks, which a replay would not call."""
         return [replace(batch, budget=None) for batch in batches] if has_hooks(self.encoder) else batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
@@ -269,7 +266,7 @@ class EncoderGraphManager:
         return [(path, parts[path]) for path in self.paths if parts[path] is not None]
 
     def _pack(self, sizes: Mapping[Part, Size], count: int) -> list[Batch]:
-        """Pack all `count` items on each path, or, if the policy is "paired", group by group."""
+        """Pack all `count` items on each path separately, or on all paths together if the policy is "paired"."""
         groups: Sequence[Sequence[int]] = [range(count)]
         policy = self.policy
         if policy == "paired":
@@ -323,7 +320,7 @@ class EncoderGraphManager:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _wait_for_other_streams(self) -> None:
-        """Let the device wait for the last call's stream, because the lock orders calls only on the host."""
+        """Make the current stream wait for the last call's stream, because the lock orders calls only on the host."""
         if self.backend == "cuda":
             stream = torch.cuda.current_stream(self.encoder.device)
             if self._last_stream is not None:
@@ -332,7 +329,7 @@ class EncoderGraphManager:
 
     @property
     def last_batches(self) -> list[Batch]:
-        """The packing of the last items of the calling thread; prefer the `batches` of a `plan`."""
+        """The batches of this thread's last call; prefer the `batches` of a `plan`."""
         return getattr(self._of_thread, "batches", [])
 
     def path_stats(self) -> dict[str, GraphStats]:
@@ -346,7 +343,7 @@ class EncoderGraphManager:
         return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the graphs: the static buffers, plus the CUDA pool or all recorded outputs of traces."""
+        """Return the bytes of the graphs: the static buffers, plus the CUDA pool or the recorded outputs."""
         with self._lock:
             buffers = sum(t.nbytes for captured in self.captured.values() for t in captured.buffers.values())
             graphs = [captured.graph for captured in self.captured.values()]
@@ -379,4 +376,4 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
     limits = infer_limits(unit, max_budget, **given)
     if given["max_frames"]:
         return limits
-    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # each has a unit
+    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # every frame is one unit

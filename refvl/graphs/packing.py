@@ -1,10 +1,10 @@
 """Packing: choose which items share a replay, so that the sum of the budgets is small.
 
-    greedy   a group takes the next item while the largest budget fits it: one look at each item
-    cut      the sorted items are cut into consecutive groups: the best cut, by dynamic programming
-    search   any items may share a group: for few items every partition, by dynamic programming over sets of items
+    greedy   a group takes the next item while the largest budget fits them: one pass over the items
+    cut      the best cut of the sorted items into consecutive groups, by dynamic programming
+    search   for few items: the best of all partitions, by dynamic programming over sets of items
     fill     for many items: the largest remaining item is joined by the largest items that still fit its budget
-    improve  then a few groups at a time are dissolved, and their items searched
+    improve  for many items: then a few groups at a time are dissolved, and `search` packs their items again
 
 `pack`, the policy "optimal", takes the best of the last four. On 60 random loads of 1 to 24 images, the best cut pads
 9 % of the computed tokens, and `pack` pads 4 %. It takes a millisecond on average.
@@ -27,19 +27,19 @@ Group = list[int]
 Value = tuple[int, int]  # (sum of budgets, number of groups): the packing with the smaller value is better
 
 EXACT_ITEMS = 12
-SEARCHED_ITEMS = 10  # a search covers this many of a larger number of items
+SEARCHED_ITEMS = 10  # of many items, a search covers this many at a time
 ROUNDS = 8  # the number of such searches
-MISSES = 16  # a fill may skip this many items whose frames or rows do not fit
-COUNT_BASE = 2**8  # above the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
-NEVER = 2**60  # above the cost of any packing
+MISSES = 16  # a fill skips at most this many items whose frames or rows do not fit
+COUNT_BASE = 2**8  # more than the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
+NEVER = 2**60  # more than the cost of any packing
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The limits of one replay.
 
-    max_rows: the patch rows that fit the graph of each budget. frames: the frames that fit each budget, which do not
-    increase with the budget; empty: max_frames for all.
+    max_rows: the patch rows that fit the graph of each budget. frames: the maximum frames of each budget, in
+    non-increasing order; empty: max_frames for every budget.
     """
 
     budgets: tuple[int, ...]
@@ -65,13 +65,13 @@ class Capacity:
         return self.budgets[level] if level < len(self.budgets) else None
 
     def value(self, items: Sequence[Item], groups: Iterable[Group]) -> Value:
-        """Return the cost of a packing."""
+        """Return the value of a packing: the sum of its budgets, and its number of groups."""
         budgets = [self.budget_for([items[i] for i in group]) or 0 for group in groups]
         return sum(budgets), len(budgets)
 
 
 def greedy(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Pack the sorted items in order: a group ends if the next item no longer fits the largest budget."""
+    """Pack the sorted items in order; a group ends when the next item no longer fits into the largest budget."""
     groups: list[Group] = []
     held = (0, 0, 0)
     for i, item in enumerate(items):
@@ -177,7 +177,7 @@ def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Take the largest remaining item, fill every budget that fits it, keep the fill with least waste, and repeat."""
+    """Try to fill each budget, starting with the largest remaining item; keep the fill with the least waste; repeat."""
     left = list(range(len(items)))
     groups: list[Group] = []
     while left:
@@ -185,7 +185,7 @@ def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
         fills = [_fill_one(items, left, capacity, level) for level in range(smallest, len(capacity.budgets))]
         _, _, places = min(fills)
         groups.append([left[place] for place in places])
-        for place in places:  # largest item first, so the loop runs from the last to the first
+        for place in places:  # from the last to the first, so that earlier indices stay valid
             del left[place]
     return groups
 

@@ -1,14 +1,15 @@
 """The trace backend: CUDA-graph semantics on any device, in plain Python.
 
-While a forward runs once, a dispatch mode records every ATen operation together with the tensors it used.
-A replay runs that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in,
-and outputs keep their addresses. Inputs that are not copied into a static buffer are stale. So the mistakes that break
-a CUDA graph break a trace too, and can be inspected. The trace backend does not model speed, the shared memory pool,
-the silent use of freed memory, or copies between host and device.
+While a forward runs once, a dispatch mode records every ATen operation together with the tensors it used. A replay runs
+that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in, and outputs
+keep their addresses. Inputs that are not copied into a static buffer have no effect. So the mistakes that break a CUDA
+graph break a trace too, and can be inspected. The trace backend does not model speed, the shared memory pool, the
+silent use of freed memory, or copies between host and device.
 
 Views are not replayed, because they alias a recorded tensor and see its new contents. The alternative was `torch.fx`
-with `make_fx`, which rebuilds a graph on fresh tensors at every call. Then addresses change, nothing is ever stale or
-overwritten, and `.tolist()` is silently baked in. This backend is meant to show exactly these effects.
+with `make_fx`, which rebuilds a graph on fresh tensors at every call. With it, addresses would change, nothing would
+ever be stale or overwritten, and `.tolist()` would silently be baked in. This backend is meant to show exactly these
+effects.
 """
 
 import sys
@@ -38,12 +39,12 @@ INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, 
 
 
 class CaptureError(RuntimeError):
-    """The forward contains an operation that a graph cannot record."""
+    """Raised if a forward contains an operation that a graph cannot record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One recorded call; a replay computes the results again and writes them into `outputs`."""
+    """One recorded operation; a replay computes its results again and writes them into `outputs`."""
 
     function: OpOverload
     args: tuple
@@ -64,7 +65,7 @@ class Operation:
     def replay(self) -> None:
         results = _tensors(self.function(*self.args, **self.kwargs))
         for kept, new in zip(self.outputs, results, strict=True):
-            if new.data_ptr() != kept.data_ptr():  # the addresses are equal if it wrote in place
+            if new.data_ptr() != kept.data_ptr():  # if the operation wrote in place, the addresses are equal
                 kept.copy_(new)
 
     def __str__(self) -> str:
@@ -147,7 +148,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # the schema is inconsistent for boolean masks; integers are known
+        is_indexing = function in INDEXING  # the schema is inconsistent for masks; integers are known
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} has to read a value of its input, which a graph cannot do")
         return function(*args, **(kwargs or {}))
@@ -175,7 +176,7 @@ def _calling_module(frame: FrameType | None) -> nn.Module | None:
 
 
 def _is_masked(args: tuple) -> bool:
-    """Return whether `x[mask]` or `x[mask] = values` uses a boolean mask; `x[mask] = 1` is `masked_fill` inside."""
+    """Return whether `x[mask]` or `x[mask] = values` uses a boolean mask; `x[mask] = 1` calls `masked_fill`."""
     indices, values = args[1], args[2:3]
     has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return has_mask and not (values and values[0].numel() == 1)
@@ -186,7 +187,7 @@ def _aliases(arguments, result) -> bool:
 
     The schema is not enough: `x.to(dtype)` returns x or a copy.
     """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: an empty tensor
+    memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: empty tensors
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
 
 

@@ -1,9 +1,9 @@
-"""Detection of changes to an encoder: a graph stores the addresses and dtypes of its weights, and calls no hooks."""
+"""Detection of changes to an encoder, because a graph stores the addresses and dtypes of weights and calls no hooks."""
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
+ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
 
 
 def baked_in(encoder: nn.Module) -> tuple:

@@ -1,10 +1,10 @@
-"""`python -m refvl check-gpu`: report which checks pass on this GPU, and how close its times are to the floor.
+"""`python -m refvl check-gpu`: report which checks pass on this GPU, and how close its times are to the lower bound.
 
-    environment   refvl, torch, driver, GPUs; and in words why nothing can run, if that is so
-    checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
-    result        a JSON, rewritten after every row, and a zip with it, a table and logs, to attach to an issue
+    environment   refvl, torch, driver, GPUs; if nothing can run, also the reason
+    checks        run one by one (`refvl.tools.gpu_checks`) until the time is up; an error ends only its own check
+    result        a JSON file, rewritten after every row, and a zip of it, a table and logs, to attach to an issue
 
-After a failure, the JSON contains the check that was running and all results so far, and does not count as passed.
+If the process dies, the JSON contains the running check and all results so far, and the run does not count as passed.
 """
 
 import importlib
@@ -36,12 +36,12 @@ from refvl.tools.gpu_checks import HEAD_DIMS, Bench, Skipped
 
 GIT = ("git", "-C", str(CLONE))
 SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
-FORMAT = 1  # of the JSON
+FORMAT = 1  # the version of the JSON's layout
 GOOD = ("passed", "skipped")  # a check in one of these states does not fail a run
 
 
 def describe_backend(backend: str) -> str:
-    """Return the name of the kernel that a backend runs, with its package version, for tables."""
+    """Return the name of a backend's kernel and the version of its package, for tables."""
     match backend:
         case "varlen":
             return f"varlen: flash-attn 2 of torch {torch.__version__}"
@@ -252,7 +252,7 @@ def _version(package: str) -> str | None:
 
 
 def _say(*command: str) -> str:
-    """Return the output of a command; "" if it is missing or fails."""
+    """Return the output of a command, or "" if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -263,7 +263,7 @@ def _say(*command: str) -> str:
 
 
 def tables(result: dict) -> Iterator[Table]:
-    """Yield every check with its tightest row, then every row that failed, and every time."""
+    """Yield three tables: every check with the row closest to its limit, every failed row, and every time."""
     if result["problem"]:
         return
     table = Table("check", "state", "rows", "s", "closest to its limit, or why not", title="check-gpu")
@@ -295,7 +295,7 @@ def _remark(entry: dict) -> str:
 
 
 def verdict(result: dict) -> str:
-    """Return the result in one line."""
+    """Return the result of a run in one line."""
     if result["problem"]:
         return f"check-gpu: {result['problem']}"
     where = result["environment"]

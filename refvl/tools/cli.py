@@ -1,7 +1,7 @@
-"""`python -m refvl`: its commands. Any error is printed as one line on stderr.
+"""The commands of `python -m refvl`. Any error is printed as one line on stderr.
 
-Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
-the reader of a pipe is gone.
+Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 if
+the reader of a pipe has exited.
 """
 
 import faulthandler
@@ -47,24 +47,24 @@ Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an imag
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens to drop, in [0, 1)")]
-PrefillChunk = Annotated[int | None, typer.Option(help="prefill this many tokens of the prompt at a time")]
+PrefillChunk = Annotated[int | None, typer.Option(help="number of prompt tokens to prefill at a time")]
 SourceFile = Annotated[
     str | None,
     typer.Option(
         "--source",
         metavar="[FILE.html]",
-        help="print the code that ran, in call order; with a file, write it as a page",
+        help="print the code that ran, in call order, or write it as a page to the given file",
     ),
 ]
 LookupTokens = Annotated[
     int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
 Adapter = Annotated[
-    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several add up")
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several adapters add up")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in CUDA graphs before answering")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
@@ -80,7 +80,7 @@ Benchmark = StrEnum(
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM; it needs the same cleanup as Ctrl-C."""
+    """The exception raised on SIGTERM, which needs the same cleanup as Ctrl-C."""
 
 
 class Console(rich.console.Console):
@@ -90,7 +90,7 @@ class Console(rich.console.Console):
         super().__init__(**{"markup": False, "emoji": False} | options)
 
     def render(self, renderable, options=None) -> Iterator[Segment]:
-        """Yield rich's segments, with control characters in the text spelled out."""
+        """Yield rich's segments, with control characters in the text escaped."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain(text), style, control)
 
@@ -101,7 +101,7 @@ class Console(rich.console.Console):
 
 def leave_pipe() -> NoReturn:
     """Exit silently, with the status of a program whose pipe was closed (`| head`)."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # this is for output that is flushed at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that output flushed at exit raises no error
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
@@ -109,7 +109,7 @@ def leave_pipe() -> NoReturn:
 def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
     """Turn an error into one line on stderr and exit status 1; Ctrl-C and SIGTERM get their own statuses.
 
-    stopped: the text printed after Ctrl-C or SIGTERM. If the environment has REFVL_TRACEBACK=1, the traceback is
+    stopped: the text printed after Ctrl-C or SIGTERM. If REFVL_TRACEBACK=1 is set in the environment, the traceback is
     printed first.
     """
     try:
@@ -129,7 +129,7 @@ def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flush stdout here rather than at exit, where a broken pipe or a full disk could not be handled."""
+    """Flush stdout now, because a broken pipe or a full disk cannot be handled at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -140,7 +140,7 @@ def _flush() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message with command-line names, after the error's type unless refvl wrote the message."""
+    """Return the message with command-line names; the error's type comes first unless refvl wrote the message."""
     message = re.sub(r"^path_or_id:", "checkpoint:", plain(" ".join(str(error).split())))
     worded = message and isinstance(error, (ValueError, TypeError, OSError, ImportError))
     return message if worded else f"{type(error).__name__}: {message}"
@@ -164,7 +164,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def command(stopped: str = "stopped", **options) -> Callable:
-    """Turn a function into a command that reports errors in one line. options: of typer's `command`."""
+    """Turn a function into a command that reports errors in one line. options: the options of typer's `command`."""
     return lambda function: app.command(**options)(report_mistakes(stopped)(function))
 
 
@@ -172,7 +172,7 @@ class SourceCommand(typer.core.TyperCommand):
     """A command whose option --source accepts an optional file, which ends in .html."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Rewrite the option as a single word, which can end with "="."""
+        """Rewrite the option as a single argument, "--source=FILE" or "--source="."""
         words = list[str]()
         for word in args:
             if words and words[-1] == "--source=" and word.endswith(".html"):
@@ -192,7 +192,7 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")]
 
 
-@app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error.")
+@app.callback(epilog=f"Set {TRACEBACK}=1 to show the traceback of an error.")
 def _options(version: Version = False):
     """Run a vision-language model, or inspect its stages."""
 
@@ -203,16 +203,16 @@ def chat(
     prompt: Annotated[str | None, typer.Argument(help="the question; omit it with --jsonl")] = None,
     image: Images = None, video: Videos = None,
     jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object per line")] = None,
-    out: Annotated[str | None, typer.Option(help="the file for the answers; by default FILE.answers.jsonl")] = None,
+    out: Annotated[str | None, typer.Option(help="the file for the answers (default: FILE.answers.jsonl)")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about images and videos; the text is streamed as it is generated.
 
-    A line of --jsonl is {"prompt": ..., "images": [...], "videos": [...]}, with an optional "max_new_tokens" and
-    "pruning_rate". Answers are in the same order; a failed request has an error instead of an answer, and the exit
-    status is then 1. To continue a run that was stopped, run the same command again.
+    Each line of the --jsonl file is {"prompt": ..., "images": [...], "videos": [...]}; "max_new_tokens" and
+    "pruning_rate" are optional. Answers are in the same order; a failed request gets an error instead of an answer, and
+    the exit status is then 1. To continue a run that was stopped, run the same command again.
     """
     load = partial(_load, checkpoint, device, dtype, attention, graphs, adapter)
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
@@ -230,7 +230,7 @@ def chat(
 
 
 def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, common: dict) -> None:
-    """Answer a file of requests, report which failed, and exit. single: the arguments for a single question."""
+    """Answer a file of requests, report the failed ones, and exit. single: the arguments for a single question."""
     from refvl.serving.requests import answer_file
 
     if given := [name for name, value in single.items() if value not in (None, [])]:
@@ -253,7 +253,7 @@ def trace(
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Answer a question and print the shapes and times of every stage.
+    """Answer a question, and print the shapes and the time of every stage.
 
     With --source, first print the code that ran: every function in call order, with executed lines marked and checks
     folded. With --source FILE.html, write the code as a page, with the results of each stage.
@@ -290,9 +290,9 @@ def trace(
 def _check_page(source: str) -> None:
     """Check a page's file name before a model is loaded."""
     if not source.endswith(".html"):
-        raise ValueError(f"source: expected a file that ends in .html, or nothing, got {source!r}")
+        raise ValueError(f"source: expected a path that ends in .html, or nothing, got {source!r}")
     if not Path(source).absolute().parent.is_dir():
-        raise FileNotFoundError(f"source: {Path(source).parent} is not a folder to write {Path(source).name} into")
+        raise FileNotFoundError(f"source: expected a path in an existing folder, got {source!r}")
 
 
 def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str):
@@ -313,14 +313,14 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 @command()
 def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
-    b: Annotated[str, typer.Argument(help="a second such folder, from a run with the same prompt and media")],
+    b: Annotated[str, typer.Argument(help="a second folder that it wrote, from a run with the same prompt and media")],
     rtol: Annotated[float | None, typer.Option(
-        help="tolerance, relative to a stage's largest value; by default 0.001, and in the text model the expected "
-        "rounding error")] = None,
+        help="tolerance, relative to a stage's largest value; default: 0.001, or the expected rounding error in the "
+        "text model")] = None,
     atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
     model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
 ):  # fmt: skip
-    """Compare two saved runs: print the first difference, its size, location and usual cause.
+    """Compare two saved runs: print the first difference, its size, its location and its usual cause.
 
     The exit status is 1 if they differ.
     """
@@ -340,11 +340,11 @@ def info(
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
-    files: Annotated[bool, typer.Option("--files", help="list the files of the model, with their digests")] = False,
+    files: Annotated[bool, typer.Option("--files", help="list the model's files and their digests")] = False,
     tower: Annotated[bool, typer.Option("--tower", help="include only the vision tower, as in `encode`")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
-    """Print the family, its sizes, the token count of the given media step by step, and the memory needed.
+    """Print a model's family and sizes, the token counts of the given media step by step, and the memory needed.
 
     Reads no weights.
     """
@@ -369,7 +369,7 @@ def info(
     shaping = model.provenance
     with suppress(FileNotFoundError, ValueError):  # a folder may lack some or all of its weights
         shaping = sources(shaping[0].path.parent, weights=True) if shaping else []
-    names = ", ".join(source.path.name for source in shaping) or "none: a config alone"
+    names = ", ".join(source.path.name for source in shaping) or "none: only a config"
     for row in [*describe(model, media, **options).items(), ("its files", names)]:
         table.add_row(*row)
     Console().print(table)
@@ -384,7 +384,7 @@ def info(
 def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
-    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; its contents are not encoded again")],
+    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; media in it are not encoded again")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
     force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,
@@ -394,8 +394,8 @@ def encode(
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    Videos are sampled as in `chat`, and skipped if the model accepts only images. Only images are read from tar files,
-    including those in the folder. `refvl.serving.handover.vllm_inputs` prepares the embeddings for vLLM.
+    Videos are sampled as in `chat`; they are skipped if the model accepts only images. Only images are read from tar
+    files, including those in the folder. `refvl.serving.handover.vllm_inputs` prepares the embeddings for vLLM.
 
     If an image cannot be read, stderr and the manifest name it and the reason. The other images are encoded, and the
     exit status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again.
@@ -404,7 +404,7 @@ def encode(
     from refvl.serving.export import encode_folder
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
-        raise ValueError("torchrun started several processes: add --data-parallel, to share the work")
+        raise ValueError("torchrun started several processes; add --data-parallel to share the work")
     rank = int(os.environ.get("RANK", 0))
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     shown = sys.stderr.isatty() and rank == 0
@@ -422,11 +422,11 @@ def bench(
     name: Annotated[Benchmark, typer.Argument(help="the benchmark to run")],
     device: Device = "auto",
     repeats: Annotated[
-        int | None, typer.Option(help="the number of timed calls; each benchmark has its own default")
+        int | None, typer.Option(help="number of timed calls; each benchmark has its own default")
     ] = None,
     write: Annotated[bool, typer.Option(help="write the result to data/measurements")] = False,
 ):
-    """Run a benchmark on this machine; needs a clone of the repository."""
+    """Run a benchmark on this machine. This needs a clone of the repository."""
     import torch
 
     from refvl.paths import DATA, check_clone
@@ -459,8 +459,8 @@ def demo(
 
 
 @command()
-def notebooks(folder: Annotated[Path, typer.Argument(help="a folder that contains no notebooks and no data")]):
-    """Write the notebooks of the course and their data into a folder."""
+def notebooks(folder: Annotated[Path, typer.Argument(help="a new folder, or one without notebooks and data")]):
+    """Copy the notebooks of the course and their data into a folder."""
     from refvl.paths import copy_course
 
     print(f"the course is in {copy_course(folder)}; open it with: jupyter lab --notebook-dir={folder}")
@@ -470,10 +470,10 @@ def notebooks(folder: Annotated[Path, typer.Argument(help="a folder that contain
 def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
     thorough: Annotated[
-        bool, typer.Option("--all/--quick", help="run every check, or those that fit in a minute")
+        bool, typer.Option("--all/--quick", help="run every check, or only those that fit in a minute")
     ] = False,
     out: Annotated[
-        str, typer.Option(help="the JSON file; a zip file for a report is written next to it")
+        str, typer.Option(help="the JSON file; a zip file to attach to an issue is written next to it")
     ] = "check-gpu.json",
 ):
     """Check a CUDA device: attention, towers, answers, graphs, streams and timings.
@@ -510,7 +510,7 @@ def _load(
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:
-    """Check the request before a model is loaded; sampling: the given video options."""
+    """Check the request before a model is loaded. sampling: the video options that were given."""
     from refvl.checks import check_pruning_rate
 
     check_pruning_rate(pruning_rate, "pruning_rate")
@@ -526,7 +526,7 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
 
 def main() -> None:
     """Run the command line."""
-    if sys.stdout is None:  # closed by `>&-`
+    if sys.stdout is None:  # `>&-` has closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""`refvl demo`: questions about a shipped image and a shipped video, every stage on the way, and its figures.
+"""`refvl demo`: questions about shipped images and videos, a table of every stage, and figures.
 
 Everything shown comes from a `Trace`.
 """
@@ -54,7 +54,7 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
 
 
 def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], **media) -> Trace:
-    """Print the stages of the first question and the answers to all; return the trace of the first."""
+    """Print the stages of the first question and the answers to all questions; return the trace of the first."""
     traces = [model.trace(question, **media) for question in questions]
     console.print(f"\n{medium.relative_to(DATA.parent)}", style="bold", highlight=False)
     console.print(stage_table(traces[0]))
@@ -64,7 +64,7 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
 
 
 def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
-    """Write one PNG per stage figure, and an overview of all; return their paths."""
+    """Write a PNG for each stage's figure and one overview; return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,16 +1,16 @@
-"""The checks of `python -m refvl check-gpu`: each one is a function of a `Bench` that yields rows.
+"""The checks of `python -m refvl check-gpu`: each one is a function that accepts a `Bench` and yields rows.
 
     attention       every backend against float64 on irregular segments
     pixels          rows normalised on the GPU against the CPU, bit for bit
-    towers          all towers, eager and by graphs, against a CPU's results in data/measurements/gpu
-    answers         token ids of the shipped models, against the same file
-    graphs          replays after empty_cache, after torch.compile, and the memory that `clear` returns
-    streams         two threads with a stream each
+    towers          all towers, eager and with graphs, against a CPU's results in data/measurements/gpu
+    answers         token ids of the shipped models, against a CPU's ids in the same folder
+    graphs          replays after empty_cache and after torch.compile, and the memory that `clear` frees
+    streams         two threads, each with its own stream
     data parallel   two GPUs, joined by NCCL
     compiled        all towers, compiled
     suite           `pytest -m gpu`
-    times           a tower of the 7B's width: eager, planned, graph alone, graph with packing, compiled
-    decode          one token of a text model of the 7B's width
+    times           a tower as wide as the 7B's: eager, planned, graph alone, graph with packing, compiled
+    decode          one token of a text model as wide as the 7B's
 
 A row contains (what, measured, allowed); if allowed is None, there is no limit. `python -m refvl.tools.gpu_checks`
 rewrites the expected results.
@@ -60,8 +60,8 @@ from refvl.study.arithmetic import encoder_operations
 
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
-HEAD_DIMS = (64, 72, 80, 112, 128)  # of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # of segments; empty ones are first, last and between
+HEAD_DIMS = (64, 72, 80, 112, 128)  # those of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segment lengths, with empty segments first, last and in between
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
@@ -88,21 +88,21 @@ MINICPMV = {  # the config.json of a small MiniCPM-V
 
 
 class Skipped(Exception):
-    """A check that cannot run here, with the reason."""
+    """Raised by a check that cannot run on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A device, and the amount of work to run on it."""
+    """A device, and the amount of work that the checks run on it."""
 
     device: torch.device
-    tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `times`
-    small: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `graphs` and `streams`
+    tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `times`
+    small: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `graphs` and `streams`
     sides: Sequence[int] = (16, 36, 74)  # in patches: images of 224, 504 and 1036 px
     clip: tuple[int, int, int] = (8, 36, 36)
     text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
     prompt: int = 1024  # the number of tokens before the decode step
-    repeats: int = 20  # the number of timed calls, and of the calls of each thread in `streams`
+    repeats: int = 20  # the number of timed calls, and of each thread's calls in `streams`
     attachments: dict[str, str] = field(default_factory=dict)  # the files in the zip: name -> text
 
     @property
@@ -111,7 +111,7 @@ class Bench:
 
 
 def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
-    """Return one row of a check. measured must be at most allowed; if allowed is None, there is no limit."""
+    """Return one row of a check. It passes if `measured` is at most `allowed`, or if `allowed` is None."""
     measured = float(measured)
     passed = allowed is None or measured <= allowed  # nan fails
     kept = measured if isfinite(measured) else str(measured)  # JSON cannot represent nan
@@ -125,14 +125,14 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
 def check_attention(bench: Bench) -> Iterator[dict]:
     """Compare each backend, dtype and head dimension with float64; the error is a share of the largest value.
 
-    The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each by at most eps /
-    2. The float32 sums of 257 terms add no error visible in half precision.
+    The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each with a relative
+    error of at most eps / 2. The float32 sums of 257 terms add no error visible in half precision.
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:
             generator = torch.Generator().manual_seed(head_dim)
             qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
-            q, k, v = qkv.unbind(1)  # these are strided, like the output of a fused projection
+            q, k, v = qkv.unbind(1)  # strided, like the output of a fused projection
             exact = _exact_attention(q, k, v)
             for backend in available_backends(bench.device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
@@ -167,7 +167,7 @@ def check_pixels(bench: Bench) -> Iterator[dict]:
 
 @cache
 def towers() -> dict[str, Any]:
-    """Return a mapping from each family to its encoder, each encoder once."""
+    """Return a mapping from families to encoders that contains each encoder once."""
     classes = {family.encoder: family.name.partition(",")[0] for family in reversed(FAMILIES)}
     return {name: encoder for encoder, name in reversed(classes.items())}
 
@@ -199,7 +199,8 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
     """Compare each tower in float32 and float16 with float32 on a CPU.
 
-    Towers run eagerly and in graphs on A, B and A again; with `compiled`, they run compiled.
+    Towers run eagerly and as graphs that replay two items in the order A, B, A. With `compiled`, only the compiled
+    towers run.
     """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
@@ -224,7 +225,7 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
 
 
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
-    """Replay A, B and A. Return the largest error, and the number of values of A that differ the second time."""
+    """Replay two items in the order A, B, A; return the largest error, and the number of values of A that change."""
     manager = EncoderGraphManager(encoder, budgets=_budgets(encoder, layouts), progress=False)
     tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
     parts, errors, outs = rows.split(_row_counts(encoder, layouts)), [], []
@@ -272,7 +273,7 @@ def check_answers(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def check_graphs(bench: Bench) -> Iterator[dict]:
-    """Compare replays of A, B and A with the eager tower, also after overwriting freed memory and after a compile."""
+    """Compare replays of A, B and A with the eager tower, also after freed memory is overwritten or code compiled."""
     encoder = _random_tower(bench.small)
     grids = [(1, bench.sides[0], bench.sides[0])]
     growth = _growth(encoder, _pixels(encoder, grids), grids)
@@ -350,7 +351,7 @@ def _shared_items():
 
 
 def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
-    """Run one process of `data parallel`."""
+    """Encode one rank's share of `data parallel`, in its own process."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -368,7 +369,7 @@ def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
 
 
 def run_suite(bench: Bench, seconds: float = 240, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
-    """Run the repository's own tests that need a GPU, in a process that sees only this device."""
+    """Run those of the repository's tests that need a GPU, in a process that sees only this device."""
     if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
         raise Skipped("needs a clone of the repository, and pip install -e '.[test]'")
     index = bench.device.index or 0
@@ -398,7 +399,7 @@ def said_last(bench: Bench) -> str:
 
 @torch.inference_mode()
 def measure_times(bench: Bench) -> Iterator[dict]:
-    """Measure median milliseconds with CUDA events.
+    """Measure the median times of a tower in milliseconds, with CUDA events.
 
     The floor is the time that the tower's matmuls take at the rate of a large matmul.
     """
@@ -439,7 +440,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Measure milliseconds for one token after a prompt.
+    """Measure the time of one token after a prompt, in milliseconds.
 
     The floor is the time to read the weights once, at the rate of a large copy.
     """
@@ -472,7 +473,7 @@ def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
 
 
 def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
-    """Return operations per second of a large matmul in the tower's dtype."""
+    """Return the rate of a large matmul in the tower's dtype, in operations per second."""
     size = min(size, 4 * encoder.config.hidden_size)
     x = torch.ones(size, size, dtype=encoder.dtype, device=bench.device)
     return 2 * size**3 / _milliseconds(bench, lambda: x @ x) * 1e3
@@ -482,7 +483,7 @@ def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
 
 
 def _draw_weights(encoder: Any) -> torch.Generator:
-    """Set wide weights: attention is sharp, and wrong positions change the output by a tenth or more.
+    """Draw large weights, so attention is sharp, and wrong positions change the output by a tenth or more.
 
     A layer's outputs are 1.6 times as wide as its inputs at every layer width. Returns the generator, for drawing the
     inputs.
@@ -500,14 +501,14 @@ def _draw_weights(encoder: Any) -> torch.Generator:
 
 
 def _random_tower(config: Qwen2_5_VisionConfig) -> Any:
-    """Build float32 values on the CPU, so they are the same on every machine."""
+    """Build a tower with random float32 weights, drawn on the CPU so that they are the same on every machine."""
     encoder = Qwen2_5_VisionTransformer(config).eval().requires_grad_(False)
     _draw_weights(encoder)
     return encoder
 
 
 def _manager_and_pictures(bench: Bench, encoder: Any):
-    """Return graphs of one budget, and two images "A" and "B" that fit it: rows and grids."""
+    """Return a manager with one budget, and the rows and grids of two images, "A" and "B", that fit it."""
     sides = bench.sides[:2]
     budgets = [max(sides) ** 2 // encoder.config.block_size]
     manager = EncoderGraphManager(encoder, budgets=budgets, max_items=4, max_frames=4, progress=False)
@@ -534,10 +535,10 @@ def _growth(encoder: Any, rows: Tensor, layouts: list) -> float:
 
 
 def _allowed(encoder: Any, dtype: torch.dtype) -> float:
-    """Return the allowed error as a share of the largest value: a dozen roundings per block, and two more blocks'.
+    """Return the allowed error as a share of the largest value: a dozen roundings for each block, and for two more.
 
-    n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps. In float32 the
-    sums inside a matmul count, too: several hundred terms.
+    n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps. In float32, the
+    sums inside a matmul, with several hundred terms, also count.
     """
     blocks = len(list(encoder.blocks))
     roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)

@@ -1,4 +1,4 @@
-"""Tables of the command line."""
+"""Tables for the command line."""
 
 from rich.table import Table
 

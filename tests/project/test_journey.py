@@ -427,8 +427,8 @@ def test_the_command_writes_a_page(shell, tmp_path):
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("--source=way.txt", "source: expected a file that ends in .html, or nothing, got 'way.txt'"),
-        ("--source=gone/way.html", "source: gone is not a folder to write way.html into"),
+        ("--source=way.txt", "source: expected a path that ends in .html, or nothing, got 'way.txt'"),
+        ("--source=gone/way.html", "source: expected a path in an existing folder, got 'gone/way.html'"),
     ],
 )
 def test_the_command_refuses_files_before_it_loads(shell, file, said):
