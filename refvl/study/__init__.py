@@ -2,10 +2,10 @@
 
 watch.py         attention weights and hidden states of a run: `trace(..., attentions=True, hidden_states=True)`
 report.py        the table that a trace prints
-comparison.py    where two runs first differ: `refvl.compare`; recording.py records transformers' run for it
+comparison.py    where two runs first differ: `refvl.compare`; recording.py records a run of transformers for it
 boxes.py         boxes in answers, in pixels of the image
 costs.py         the costs of a model, computed before it is loaded; arithmetic.py counts its operations
-shallow.py       a random checkpoint as wide as a release, with few layers
-stale.py         the result of a graph if one of its buffers is not refilled
-releases.py      positions as other releases compute them
+shallow.py       a random checkpoint with the widths of a release and few layers
+stale.py         the result of a graph replay if one buffer is not refilled
+releases.py      positions as released software computes them
 """

@@ -1,4 +1,4 @@
-"""The number of multiplications and additions of a tower and a prefill, counted from sizes without computing them."""
+"""Counts of the multiplications and additions of a tower and a prefill, derived from sizes alone."""
 
 import torch
 from torch import nn
@@ -8,13 +8,12 @@ from refvl.contracts import Encoder
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextMoE
 
-EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # keys in text configs
+EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # of text configs
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
-    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory.
-
-    This takes seconds.
+    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory. This takes
+    seconds.
     """
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
@@ -25,10 +24,11 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
 
 
 def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
-    """Count the layers of a text model on a prompt: every weight once per token, and attention over all pairs.
+    """Count the operations of a text model's layers on a prompt: each weight once per token, and attention over all
+    pairs.
 
-    tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. Only
-    the experts that a token uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
+    tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. For each token,
+    only the experts that it uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
     The head, which runs for one token, is not counted.
     """
     text, layers = language_model.config, language_model.model
@@ -36,9 +36,9 @@ def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
         visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
         weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # these sum the rows of an expert
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # they sum the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # query-key plus value
+    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # the two widths
     pairs = 2 * (tokens - cached) * tokens * text.num_attention_heads * key_value * text.num_hidden_layers
     return 2 * (tokens - cached) * weights + pairs

@@ -1,6 +1,6 @@
 """Boxes and points in answers: find them in the text, and convert them to pixels of the image and back.
 
-The unit of a coordinate differs from family to family, and answers do not state it:
+The unit of coordinates differs from family to family, and answers do not state it:
 
     Qwen2.5-VL                            pixels of the *resized* image that the processor produced
     Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Region(NamedTuple):
-    """A box (4 numbers) or a point (2) in the model's coordinates, with its label in the answer ("" for none)."""
+    """A box (4 numbers) or a point (2) in the model's coordinates, with its label in the answer ("" if none)."""
 
     label: str
     xy: tuple[float, ...]
@@ -51,7 +51,7 @@ class Convention:
     title: str
     names: str
     notation: str
-    space: tuple[int, int] | None = (1000, 1000)  # the far corner's coordinates; None: the resized image's size
+    space: tuple[int, int] | None = (1000, 1000)  # the far corner's coordinates; None: the size of the resized image
 
 
 CONVENTIONS = (
@@ -83,8 +83,8 @@ def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, in
     """Return the (width, height) of the space of a family's coordinates.
 
     resized: (width, height) of the image as the tower sees it; for a grid (1, h, w) of 14 px patches it is (14 * w, 14
-    * h). This argument is required for Qwen2.5-VL and ignored for other families. Raises ValueError if the family
-    counts pixels of the resized image and `resized` is None.
+    * h). This argument is required for Qwen2.5-VL and ignored for other families. Raises ValueError if the family's
+    coordinates are pixels of the resized image and `resized` is None.
     """
     convention = find_convention(family)
     if convention.space is not None:
@@ -120,7 +120,7 @@ def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
 
 
 def _size(size, name: str) -> tuple[int, int]:
-    width, height = as_integers(size, "(width, height)", name, most=2**60)  # px, not patches
+    width, height = as_integers(size, "(width, height)", name, most=2**60)  # in px, not in patches
     return width, height
 
 
@@ -140,7 +140,7 @@ def _rows(boxes) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------- in the text of answers
 
-_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # at most as many digits as a coordinate has; longer numbers do not count
+_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # limits the digits, because longer numbers are no coordinates
 _PAIR = rf"{_NUMBER}\s*,\s*{_NUMBER}"
 _LIST = re.compile(rf"\[\s*({_PAIR}(?:\s*,\s*{_PAIR})?)\s*\]")
 _KEY = re.compile(r"""\b(?:bbox|point)(?:_2d)?["']?\s*:\s*(\[[\[\]\s\d.,-]*)""")
@@ -150,15 +150,15 @@ _ROUND = re.compile(
     rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
 )
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
-_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, after its thoughts
+_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thoughts
 
 
 def parse(text: str, family: str, *, points: bool = False) -> Tensor:
     """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`; or points (n, 2).
 
-    Boxes are in the order of the text, with corners as written. No text raises an error: anything but four (or two)
-    numbers in the family's notation is skipped. For a truncated answer, only the complete boxes are returned. Without
-    any boxes, the result is (0, 4).
+    Boxes are in the order of the text, with corners as written. Text never raises an error: anything except four (or
+    two) numbers in the family's notation is skipped. For a truncated answer, only the complete boxes are returned.
+    Without any boxes, the result is (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]

@@ -1,10 +1,10 @@
-"""Why two runs differ: the stages of both, on disk or in memory, and the first stage that differs.
+"""A comparison of two runs, on disk or in memory: the first stage that differs, and why.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
     refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, where and why
 
-A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` has refvl's stages. Other software can
-write the same folders with any of the stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
+A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's stages. Other software can
+write folders of the same form, with some or all stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
 import html
@@ -29,14 +29,14 @@ from refvl.study.text_causes import explain
 from refvl.study.tower_causes import explain_tower
 
 FORMAT, TENSORS, MANIFEST = "refvl stages 1", "stages.safetensors", "manifest.json"
-STAGES = {  # dimensions; None: 1 or 2
+STAGES = {  # stage -> dimensions of its tensors; None: 1 or 2
     "patchify": 2, "encode": 2, "prune": 1, "merge": None, "positions": 2, "prefill": None, "decode tokens": 1,
 }  # fmt: skip
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, and a wrong tower hardly ever does
-RTOL = 1e-3  # for media stages: allows float32 rounding in a tower, and detects bfloat16
-GROWTH = 8  # a text model may magnify a difference between its inputs by this factor; the measured factor is at most 1
+ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong tower by more
+RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
+GROWTH = 8  # a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +56,13 @@ class Stages:
     inputs: str = ""
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must be new or empty, in one step, so other readers see either nothing or everything.
+        """Write `folder`, which must be new or empty, in one step, so other processes see either nothing or everything.
 
         Raises FileExistsError for a folder that contains files.
         """
         folder = Path(folder)
         if folder.exists() and (folder.is_file() or any(folder.iterdir())):
-            raise FileExistsError(f"folder: {folder} already contains files; name another")
+            raise FileExistsError(f"folder: {folder} already contains files; choose a different folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
         about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
@@ -96,7 +96,7 @@ class Stages:
         for name, x in found.items():
             stage, _, what = name.partition("/")
             if stage not in STAGES or not what:
-                raise ValueError(f"{manifest}: {name!r} belongs to no stage of {list(STAGES)}")
+                raise ValueError(f"{manifest}: expected names in the stages {list(STAGES)}, got {name!r}")
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
                 raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
@@ -117,7 +117,7 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """The comparison of one tensor in both runs: the largest difference and value, and the rows beyond tolerance."""
+    """One tensor compared in both runs: the largest difference and value, and the rows beyond tolerance."""
 
     name: str
     differs: bool
@@ -126,7 +126,7 @@ class Difference:
     beyond: str = ""  # the number of rows, and the location of the first one
     cause: str = ""  # the usual cause of such a difference, or the cause that was found
     row: int = 0  # the index of the first row beyond tolerance
-    tried: bool = False  # whether running the model with this cause confirmed it
+    tried: bool = False  # whether a run of the model with this cause confirmed it
 
     def __str__(self) -> str:
         if not self.differs:
@@ -142,7 +142,7 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # the files that determine the models and differ, or "media"
+    files: list[str] = field(default_factory=list)  # differing files of the models; "media" if the media differ
 
     @property
     def first(self) -> Difference | None:
@@ -155,7 +155,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The answer in one sentence."""
+        """The result in one sentence."""
         if self.first is None:
             return "no difference in the stages that both recorded"
         kind = "cause" if self.first.tried else "usual cause"
@@ -192,8 +192,8 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     the positions; in the text model it is the expected rounding error (see `rounding`). Integers and masks must be
     equal, and nan and inf must be in the same places. Stages that only one run recorded are listed but not compared.
     model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
-    tested one by one (`refvl.study.text_causes`). This takes a few hundred forwards of the layers before it. Raises
-    TypeError or ValueError naming the argument, also if the runs share no stage.
+    tested one by one (`refvl.study.text_causes`). This takes a few hundred forwards of the layers up to that
+    difference. Raises TypeError or ValueError, naming the argument; the runs must share a stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not check_number(tolerance, name) >= 0:
@@ -205,7 +205,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     if not names:
         raise ValueError(f"a, b: {ours.source} and {theirs.source} share no recorded stage")
     order = list(STAGES)
-    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: the recorded order is kept within a stage
+    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable, so each stage keeps the recorded order
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
     alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
     known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
@@ -220,7 +220,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
 
 def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
     """Return the first difference, with its cause if one of the tested causes explains it."""
-    if "nan" in f"{first.largest} {first.scale}":  # the shapes differ, and so did the model's inputs
+    if "nan" in f"{first.largest} {first.scale}":  # the shapes or the model's inputs differ
         return first
     stage, what = first.name.split("/", 1)
     explained = None
@@ -254,10 +254,10 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
     if name == MARGINS:
-        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # after this token, the answers differ
+        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # up to the first token that differs
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
-    same = (x == y) | (x.isnan() & y.isnan())  # also inf
+    same = (x == y) | (x.isnan() & y.isnan())  # == covers inf
     apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf))
     largest = float(apart.max()) if apart.numel() else 0.0
     scale = float(torch.where(y.isfinite(), y, 0.0).abs().max()) if y.numel() else 0.0
@@ -273,7 +273,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the allowed difference between values: one number, or (layers + 1, 1) for the states."""
+    """Return the allowed difference between values: a number, or a tensor (layers + 1, 1) for the states."""
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
@@ -290,9 +290,9 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
     The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of
     about 10^5 values determines it (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
-    coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide.
-    Half precisions are summed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
-    difference of the inputs is added.
+    coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide. In
+    half precision, sums are computed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times
+    the difference of the inputs is added.
     """
     runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
     states = [x for x in runs if x.ndim == 2]
@@ -303,10 +303,7 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """Return the largest distance between two input rows of the text model, as a share of the row's norm.
-
-    0 if unknown.
-    """
+    """Return the largest distance between two input rows of the text model, as a share of the row's norm; 0 if unknown."""
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return 0.0
@@ -332,7 +329,7 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     if not what.isdecimal():
         return f"at {unit} {row}"
     grid = layouts[int(what)] if int(what) < len(layouts) else None
-    m = isqrt(prod(grid) // rows) if grid else 0  # the side in patches of the square that a row covers
+    m = isqrt(prod(grid) // rows) if grid else 0  # each row covers a square of m x m patches
     if not grid or not m or m * m * rows != prod(grid) or any(side % 2 for side in grid[1:]):
         return f"at item {int(what) + 1}, {unit} {row}"
     t, within = divmod(row, rows // grid[0])
@@ -355,7 +352,7 @@ CAUSES_OF_SHAPES = {
 
 
 def _cause(name: str, a: Tensor, b: Tensor) -> str:
-    """Return the usual cause of such a difference between two tensors of the same shape."""
+    """Return the usual cause of a difference between two tensors of the same shape."""
     stage, what = name.split("/", 1)
     x, y = a.float(), b.float()
     is_rounded = float((x - y).norm()) < ROUNDING * float(y.norm())
@@ -387,7 +384,7 @@ def _is_permuted(x: Tensor, y: Tensor) -> bool:
 
 
 def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
-    """Return a cause: if y is a multiple of x plus a constant in every channel, the normalisation differs."""
+    """Return the cause: the normalisation if y is a multiple of x plus a constant in every channel; else the resize."""
     if x.shape[1] % 3 == 0:
         x, y = (rows.reshape(len(rows), 3, -1).transpose(0, 1).reshape(3, -1) for rows in (x, y))
         centred = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
@@ -399,7 +396,7 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """Return a cause for different positions x and y, (3, L): the same shift on all axes means shifted text."""
+    """Return the cause of different positions x and y, (3, L); the same shift on all axes means shifted text."""
     moved = x - y
     uneven = (moved != moved[:1]).any(0)
     if not uneven.any():
@@ -413,7 +410,7 @@ def _cause_of_positions(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
-    """Return the usual cause of a difference in the text model; `explain` tests which cause it is."""
+    """Return the usual cause of a difference in the text model; `explain` tests which cause applies."""
     if name == STATES:
         parts = "its norms, rotary, attention or weights" if row else "the embedding of the last token"
         deeper = row > 1 and "merge/deepstack" in {**ours.tensors, **theirs.tensors}

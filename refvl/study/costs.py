@@ -1,4 +1,4 @@
-"""The costs of a model, computed before it is loaded: parameters, memory and tokens, from config and sizes alone."""
+"""The costs of a model before it is loaded: parameters, memory and tokens, computed from its config and sizes alone."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -23,8 +23,8 @@ from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
-BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image that upstream plans with
-LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the maximum number of slices or crops
+BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image with which vLLM plans
+LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the most slices or crops
 
 
 class LimitKey(NamedTuple):
@@ -40,7 +40,7 @@ class LimitKey(NamedTuple):
 def limit_table() -> str:
     """Return a Markdown table of the keys, their files and the quantities they limit.
 
-    For a video without its own file, the image's file counts.
+    If a checkpoint has no file for videos, the limits in the image's file apply.
     """
     return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
 
@@ -49,7 +49,7 @@ LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().r
 
 
 class Blank(NamedTuple):
-    """The size of an image whose pixels may not fit into memory."""
+    """An image without pixels: only its size, which may be too large for memory."""
 
     width: int  # px
     height: int
@@ -62,15 +62,15 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """The plan of an image or a video. The encoder reads `patches`; the language model reads `kept` of the `tokens`."""
+    """The plan of an image or a video. The encoder reads `patches` rows; the language model reads `kept` tokens."""
 
     kind: str
-    size: str  # as decoded
+    size: str  # the size as decoded
     becomes: str  # the limit, and the size and grid after resizing
     layout: Hashable  # (t, h, w) in patches for Qwen and GLM
     patches: int
     tokens: int
-    kept: int  # after pruning
+    kept: int  # the number of tokens after pruning
 
 
 def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
@@ -122,8 +122,8 @@ def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> s
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count frames. Planned as a video of sixteen frames, the
-    image would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    The item is an image, not a video, because GLM's budgets count frames. If it were planned as a video of sixteen
+    frames, its area would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
@@ -131,7 +131,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
 def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
     """Return how many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
-    GLM shrinks the frames of a longer video, so if the largest video fits, any video fits, and `limit` is returned.
+    GLM shrinks the frames of longer videos, so if its largest video fits, every video fits, and `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
     frames = 0
@@ -144,7 +144,7 @@ def _tensor_bytes(weight: Tensor) -> int:
     """Return the memory of a parameter; for a quantised parameter, the memory of all its tensors."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
-    names, _ = weight.__tensor_flatten__()  # every subclass of this kind defines this method
+    names, _ = weight.__tensor_flatten__()  # every quantised subclass defines this method
     return sum(_tensor_bytes(getattr(weight, name)) for name in names if getattr(weight, name) is not None)
 
 
@@ -155,7 +155,7 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` counts linear attention.
+    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` covers linear attention.
 
     Latent attention (as in DeepSeek-V3) stores the vector from which the keys and values of all heads are computed.
     """
@@ -182,10 +182,10 @@ def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """Estimate the tower's peak memory, which is reached in the MLP of a block or when queries and keys are rotated.
+    """Estimate the bytes of the tower's peak, which it reaches in a block's MLP or when it rotates queries and keys.
 
-    Patch rows, the residual and the normed input exist in both cases. The rotation adds two float32 copies of queries
-    and keys, and a third copy with the halves of each head swapped.
+    Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two float32 copies of
+    queries and keys, and a third copy with the halves of each head swapped.
     """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -207,8 +207,8 @@ def costs(
 
     media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
     method. text_bytes: the bytes of the language model's weights, if `vlm` stores them in a different form from the
-    checkpoint (`stored_text_bytes`). `activation_bytes` estimates the tower's peak while it encodes only that item;
-    `memory_bytes` assumes that it encodes all items together.
+    checkpoint (`stored_text_bytes`). An item's `activation_bytes` estimates the tower's peak while it encodes that item
+    alone; `memory_bytes` assumes that it encodes all items together.
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     text = vlm.language_model or None
@@ -296,7 +296,7 @@ def describe(
 
 
 def overview(vlm: Any) -> str:
-    """Return a model's `repr`: its family, device and dtype, and its parts with their sizes."""
+    """Return a model's `repr`: its family, device, dtype, and the sizes of its parts."""
     text = "none: loaded with text=False"
     if vlm.language_model:
         config = vlm.language_model.config

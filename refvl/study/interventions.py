@@ -7,10 +7,10 @@
     prune            list of masks (M,) bool or None, one per item
     merge            (L, D) embeddings of the prompt
     positions        (3, L) positions; later tokens continue from their maximum
-    position_table   the learned table of a tower, if it has one, in the shape of its weights
+    position_table   the tower's learned position table, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
-The model itself is not changed. Such a run is eager even if the model has graphs, and it does not use a media cache.
+The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no media cache.
 """
 
 import copy
@@ -27,16 +27,16 @@ from refvl.positions import mrope_delta
 from refvl.study.readout import share_weights
 from refvl.study.report import Trace
 
-RESULTS = {  # stage -> the field of the record that it fills
+RESULTS = {  # stage -> the field of the trace that it fills
     "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
     "positions": "positions",
 }  # fmt: skip
-TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # a tower's parameter
+TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # in a tower
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Intervened(Trace):
-    """A trace that changes results during the run."""
+    """A trace whose results are replaced during the run."""
 
     changes: Mapping[str, Callable] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class Intervened(Trace):
             made = getattr(self, RESULTS[name])
             changed = _checked(name, made, self.changes[name](made))
             if isinstance(made, list):
-                made[:] = changed  # changed in place, because the run refers to this list
+                made[:] = changed  # in place, because the run holds a reference to this list
             else:
                 setattr(self, RESULTS[name], changed)
             if name == "positions":
@@ -91,7 +91,7 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 
 
 def _checked(name: str, made: Any, changed: Any) -> Any:
-    """Return the replacement of `made`, in its type and shape; raise ValueError or TypeError naming the stage."""
+    """Return `changed` with the type and shape of `made`; raise ValueError or TypeError, naming the stage."""
     where = f"replace[{name!r}]"
     if isinstance(made, list):
         if not isinstance(changed, list | tuple) or len(changed) != len(made):

@@ -1,8 +1,8 @@
-"""One image, line by line: the functions that a real request calls, in call order, and their line counts.
+"""One request, line by line: the functions that it calls, in call order, and their line counts.
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
-    print(journey)     # every function in call order: executed lines are marked, lines that check are folded
+    print(journey)     # every function in call order, with executed lines marked and checks folded
 
 follow    a request -> `Journey`: its functions by stage, its numbers, and the `Trace` of the same request
 record    a call -> the functions of a folder that the call enters, and the lines that it executes
@@ -26,9 +26,9 @@ from refvl.study.report import Trace
 from refvl.study.source import Source, source_of
 
 LIBRARY = Path(__file__).resolve().parents[1]
-ASK = "ask"  # the stage of functions before the first stage
+ASK = "ask"  # the stage of the functions that run before the first stage
 SENTENCES = {
-    ASK: "The caller's arguments become a request. They are checked here, once, and the stages trust them.",
+    ASK: "The caller's arguments become a request. They are checked once, here, and the stages trust them.",
     "decode media": "Files and arrays become RGB images. A video becomes the frames that are sampled from it.",
     "patchify": "Each image is resized and cut into patches. Each patch is a row of numbers; a layout describes the "
     "order of the rows.",
@@ -50,11 +50,11 @@ class Numbers(NamedTuple):
     """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
 
     functions: int  # entered
-    file_changes: int  # changes from one file to another, in the order in which functions are first entered
+    file_changes: int  # changes of file along the functions, in the order of first entry
     files: int
     lines: int  # the code lines of the functions entered
     check_lines: int  # the lines in those functions that only check arguments
-    whole_files: int  # the code lines of the files that contain these functions
+    whole_files: int  # the code lines of all files that contain these functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Function:
     file: str  # the path inside the recorded folder: "positions/mrope.py"
     name: str  # qualified: "VLM.read"
     first: int  # the first line of the function, including decorators
-    calls: int  # a generator counts again whenever it is resumed
+    calls: int  # each resumption of a generator also counts
     stage: str  # the stage in which it was first entered
     caller: tuple[str, int] | None  # the file and line of its first call
     ran: frozenset[int]  # the lines of its file that were executed
@@ -99,7 +99,7 @@ class Journey:
 
     @property
     def stages(self) -> list[tuple[str, list[Function]]]:
-        """Functions by stage. A stage that runs in several parts appears again if new functions are entered."""
+        """The functions of each stage. A stage that runs in several parts appears again if it enters new functions."""
         return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
 
     def number_of(self, place: tuple[str, int] | None) -> int | None:
@@ -114,7 +114,7 @@ class Journey:
 class Recorder:
     """A trace function for `sys.settrace` that records the calls and lines in the files of a folder.
 
-    `stage` is the stage of the functions that are entered now; None means the next stage, which has not yet begun.
+    `stage`: the stage of the functions being entered; None: the next stage, which has not begun yet.
     """
 
     def __init__(self, folder: Path, skip: Sequence[str] = ()):
@@ -128,7 +128,7 @@ class Recorder:
         self._open = set[FrameType]()  # generators of the stages in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Record a function that is entered; return the function to call for each of its lines."""
+        """Record an entered function; return the trace function for its lines."""
         file = frame.f_code.co_filename
         if not file.startswith(self.root) or file in self.skip:
             return None
@@ -154,7 +154,7 @@ class Recorder:
         self.calls[key] = self.calls.get(key, 0) + 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
-        """Return the nearest line of the folder up the stack; there may be frames of other libraries in between."""
+        """Return the nearest calling line in the folder; frames of other libraries may come in between."""
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(self.root) and file not in self.skip:
@@ -172,7 +172,7 @@ class Recorder:
             self.stage = frame.f_locals["name"]
 
     def forward(self, *_: Any) -> None:
-        """Record a call of the language model after the last stage timed by `Trace`.
+        """Record a call of the language model, which comes after the last stage that `Trace` times.
 
         The first such call is the prefill.
         """
@@ -180,7 +180,7 @@ class Recorder:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
     def functions(self) -> list[Function]:
-        """Return the recorded functions. A function between two stages belongs to the second."""
+        """Return the recorded functions. A function entered between two stages belongs to the second."""
         stages = list(self.stages)
         following = self.stage or next(filter(None, reversed(stages)), ASK)
         for i in reversed(range(len(stages))):
@@ -269,7 +269,7 @@ def shapes(journey: Journey) -> dict[str, str]:
 
 
 def listing(journey: Journey) -> str:
-    """Return every function in call order as text: "|" marks executed lines; lines that only check become one."""
+    """Return every function in call order as text; "|" marks executed lines, and lines that only check are folded."""
     n = journey.numbers
     made = shapes(journey)
     text = [
@@ -309,7 +309,7 @@ def count_checks(function: Function, lines: range) -> str:
 
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
-    """Split a function, without docstrings, into parts in order: (False, one line) or (True, lines that only check).
+    """Split a function, without its docstring, into parts in order: (False, one line) or (True, lines that only check).
 
     Comments and blank lines between two lines that only check belong to the same part.
     """

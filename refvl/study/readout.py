@@ -1,8 +1,8 @@
-"""The data behind an answer: the last prompt token after each layer, the first logits, and the margins of new tokens.
+"""Data about an answer: the last prompt token's states, the first logits, and the margins of new tokens.
 
     share_weights   a copy of a module with the same weights
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
-    margins         the distance from the best logit to the second best
+    margins         the best logit minus the second best, for each new token
 
 Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 """
@@ -34,7 +34,7 @@ def margins(logits: Tensor) -> Tensor:
 class Readout:
     """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are numbered over all tokens that the model has read, so chunks and rejected drafts do not affect the numbers.
+    Rows are numbered by the tokens that the model has read, so chunks and rejected drafts do not affect the numbers.
     The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
     recorded.
     """

@@ -1,8 +1,8 @@
-"""The stages of transformers' own model, recorded with hooks, so that `refvl.compare` can find why the two differ.
+"""The stages of transformers' own model, recorded with hooks, so that `refvl.compare` can explain differences.
 
 transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It gets
-refvl's prompt, and refvl's patch rows for videos, because its own video processor samples files itself and needs
-torchvision. So neither the prompt nor these rows are recorded.
+refvl's prompt. For videos it also gets refvl's patch rows, because its own video processor samples files itself and
+needs torchvision. So neither the prompt nor these rows are recorded.
 """
 
 from collections.abc import Collection

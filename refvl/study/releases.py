@@ -30,7 +30,7 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
     """Return positions (3, L) and delta if an item uses max(h, w) positions, regardless of the extent of its time axis.
 
-    The rule of transformers 5.17 to 5.23: text after a long video gets positions that the video has already used.
+    This is the rule of transformers 5.17 to 5.23: text after a long video gets positions that the video already uses.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: max(span.h, span.w))
 
@@ -38,8 +38,8 @@ def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
     """Return positions (3, L) and delta if an item uses w positions, regardless of its height and time.
 
-    The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets positions
-    of the image's lower rows. vLLM applies the rule to the kept tokens, so restrict the result to them.
+    This is the rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets
+    positions of the image's lower rows. vLLM applies the rule to the kept tokens, so restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
@@ -50,13 +50,13 @@ def text_uncounted_positions(
 ) -> tuple[Tensor, int]:  # fmt: skip
     """Return positions (3, L) and delta of a pruned prompt, from a search that counts the media's tokens but no text.
 
-    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. Suppose the text before an item is
-    longer than the items before it. Then the search for this item finds the start of an earlier item and overwrites it.
-    The later tokens of the item itself then share one position. On a server that prunes videos, this also affects
-    prompts with two images and no video.
+    This is the rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. Suppose the text before an
+    item is longer than the items before it. Then the search for this item finds the start of an earlier item and
+    overwrites it. The later tokens of the item itself then share one position. On a server that prunes videos, this
+    also affects prompts with two images and no video.
 
-    input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens - t, h,
-    w, extent, as in `compute_mrope_for_media`. vLLM has the width in that row instead of the extent.
+    input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens, t, h, w
+    and extent, as in `compute_mrope_for_media`. vLLM has the width in that row instead of the extent.
     """
     ids = torch.as_tensor(input_ids)
     is_text = (ids != image_token_id) & (ids != video_token_id)
@@ -72,7 +72,7 @@ def text_uncounted_positions(
 
 
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
-    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 are lost.
+    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 are rounded.
 
     vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
 
@@ -85,8 +85,8 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
 def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
     """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered without gaps.
 
-    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there, because the attention
-    of its text model does not rotate queries and keys. Its Mamba layers use only the order of the tokens.
+    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there, because the
+    attention of its text model does not rotate queries and keys. Its Mamba layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
 
@@ -94,9 +94,9 @@ def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
 def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: float) -> list[Tensor]:
     """Return EVS keep masks, (M,) bool, of the videos of a prompt, scored as one array of frames.
 
-    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video is guaranteed to keep its first frame. The
-    first frame of every later video is compared with the last frame of the previous video, and all videos share one
-    budget.
+    This is the rule of `nemotron_h_omni` in transformers 5.23. Only the first video is guaranteed to keep its first
+    frame. The first frame of every later video is compared with the last frame of the previous video, and all videos
+    share one budget.
 
     videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
     """

@@ -35,13 +35,13 @@ class Trace(Record):
     cache: Any = None  # keys and values of the prompt except its last token, kept until `generate` continues from them
     chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
     cached: list[bool] = field(default_factory=list)  # with a media cache: whether each item was cached
-    seconds_saved: float = 0.0  # the time that encoding the cached items would have taken
-    largest: dict[str, float] = field(default_factory=dict)  # the largest absolute value of a stage or its layers
+    seconds_saved: float = 0.0  # the time that it took to encode the cached items
+    largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in it or its layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
-    first_logits: Tensor | None = None  # (V,): the logits that the first new token was chosen from
+    first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen
     margins: Tensor | None = None  # for each new token, the best logit minus the second best; None with beams
     attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None if linear
-    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D), before layer 0 and after each; last: normed
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0 and after each; last one normed
     tower_attentions: list[list] = field(default_factory=list)  # a `SegmentAttention` per segment, for each block
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each block
 
@@ -139,7 +139,7 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """Describe the tokens after the first forward: their number and rate, and the number of drafts among all tokens."""
+    """Describe the tokens after the first forward: their number, their rate, and how many of all tokens were drafts."""
     more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
     drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""
@@ -166,7 +166,7 @@ def _graph_report(trace: Trace) -> str:
 
 
 def layout_text(layout) -> str:
-    """Describe the arrangement of an item's rows: the grid, the crops, or the numbers and sizes of the slices."""
+    """Describe the arrangement of an item's rows: the grid, the crops, or the number and sizes of the slices."""
     if isinstance(layout, CropLayout):
         return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
     if not hasattr(layout[0], "slices"):

@@ -1,4 +1,4 @@
-"""A released shape at reduced depth, with random weights: the widths of a release before any download.
+"""A random checkpoint of a released model's width but few layers, which needs no download.
 
 The tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is also small. Everything
 that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - comes from the release.
@@ -21,9 +21,9 @@ PIXEL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, depth: int = 4, seed: int = 0) -> Path:
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
-    release: the JSON file of a released config; pixel limits come from the folder of the same name, if it exists.
-    like: a checkpoint folder of the same family, that provides all text files. depth: the number of tower blocks and
-    of text layers. seed: the seed for the weights, which transformers draws as it does before training.
+    release: the JSON file of a released config; pixel limits come from the folder of the same name, if there is one.
+    like: a checkpoint folder of the same family, which provides all text files. depth: the number of tower blocks and
+    of text layers. seed: the seed for the weights, which transformers initialises as for training.
 
     Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
     the number of features that the tower passes to the text model.
@@ -40,7 +40,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None  # a model with random weights has no reason to stop
+    model.generation_config.eos_token_id = None  # random weights would stop at arbitrary tokens
     with progress_bars(False):
         model.save_pretrained(folder)
     for name in TEXT_FILES:

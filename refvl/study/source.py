@@ -1,4 +1,4 @@
-"""A file of the library, parsed: its code lines, the lines that only check, its functions, and its statements.
+"""A parsed file of the library: its code lines, the lines that only check, its functions, and its statements.
 
 Code lines exclude blank lines, comments and docstrings. All line numbers start at 1.
 """
@@ -17,12 +17,12 @@ _NO_CODE = {  # kinds of tokens that are not code
 
 
 class Source:
-    """A file of the library, parsed. All line numbers start at 1.
+    """A parsed file of the library. All line numbers start at 1.
 
-    lines: the text. code: numbers of lines, without blank lines, comments and docstrings. checks: the code lines that
-    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a check function, and
-    everything in checks.py. docstrings: numbers of lines. functions: by first line, including
-    decorators: the first line, the line of `def`, and the last line.
+    lines: the text of each line. code: the line numbers of all code, without blank lines, comments and docstrings.
+    checks: the code lines that only check: a `raise`, a condition that ends in one, an `except`, a call or a definition
+    of a check function, and everything in checks.py. docstrings: the line numbers of all docstrings. functions: first
+    line including decorators -> (that line, the line of `def`, the last line).
     """
 
     def __init__(self, path: Path):
@@ -37,12 +37,12 @@ class Source:
         self._statements = _statements(tree)
 
     def code_of(self, first: int) -> set[int]:
-        """Return the code lines of the function that begins at a line, without decorators."""
+        """Return the code lines of the function that begins at line `first`, without decorators."""
         _, start, last = self.functions.get(first, (first, first, first - 1))
         return self.code & set(range(start, last + 1))
 
     def docstring_of(self, first: int) -> str:
-        """Return the docstring of the function that begins at a line, without its margin, or "" if it has none."""
+        """Return the docstring of the function that begins at line `first`, without its margin; "" if it has none."""
         return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
 
     def whole(self, events: set[int]) -> frozenset[int]:
@@ -58,7 +58,7 @@ class Source:
 
 @cache
 def source_of(path: Path) -> Source:
-    """Return a file, which is parsed only once."""
+    """Return the parsed file at `path`; each file is parsed only once."""
     return Source(path)
 
 

@@ -1,6 +1,6 @@
-"""The effect of a graph buffer that is not refilled: no error is raised, but the result is wrong.
+"""The effect of a stale graph buffer: no error is raised, but the result is wrong.
 
-Every buffer is filled with a first batch, then all buffers but one with a second batch. The recording is replayed
+All buffers are filled with a first batch; then all but one are refilled with a second batch. The recording is replayed
 operation by operation and compared with a replay in which all buffers are refilled. This shows where the error begins
 and how far it spreads.
 """
@@ -17,7 +17,7 @@ from refvl.graphs.recorder import TraceGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaleReplay:
-    """One replay. outputs: (budget, D), a copy. errors: the error of each operation's result, 0 if it is correct."""
+    """The results of a replay. outputs: (budget, D), a copy. errors: one per operation, 0 if its result is correct."""
 
     outputs: Tensor
     errors: list[float]
@@ -27,7 +27,8 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replay `batch` once per buffer that keeps its contents from `before`; return results by buffer ("": all are new).
+    """For each buffer, replay `batch` with that buffer still holding `before`; return results by name ("": none is
+    stale).
 
     captured: a recording of the trace backend. before, batch: the patch rows and the plan of each. An error is the norm
     of the difference relative to the correct result; for integers and booleans, the share that differs.

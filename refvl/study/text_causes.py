@@ -1,11 +1,11 @@
-"""Why two text models compute different states from the same inputs; causes are tested one by one, not guessed.
+"""Causes of different states in two text models with the same inputs; they are tested one by one, not guessed.
 
     recorded states of two runs   -> the odd run: the one whose states the model does not reproduce
     the model, one thing changed  -> the state where the runs diverge: does it equal that of the odd run?
     the best change, all layers   -> how much of the difference it explains
 
-A change is reported if it explains the difference up to a thousandth, or as well as the unchanged model explains the
-other run. Layers after the divergence do not run, and layers before it are not changed.
+A change is reported if it explains all but a thousandth of the difference, or as much as the unchanged model explains
+of the other run. Layers after the divergence do not run, and layers before it are not changed.
 
 Shape suffixes: L tokens of the prompt, D text model width, P rotary pairs, K head dimension, V vocabulary.
 """
@@ -24,11 +24,11 @@ from refvl.study.readout import Readout, share_weights
 
 LEFT = 1e-3  # a cause may leave this share of a difference unexplained
 FACTORS = (0.125, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 100.0)
-THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # rope theta of released text models
-SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # sections of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
+THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope theta of released text models
+SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # the sections of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 HALVES = (torch.bfloat16, torch.float16)
-GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # a search between two factors narrows the interval to 1e-5
+GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # a search between two factors narrows their interval to 1e-5 of its width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,32 +36,32 @@ class Inputs:
     """The inputs of the text model."""
 
     embeds_LD: Tensor
-    positions_3L: Tensor  # positions may be integers or any other numbers
+    positions_3L: Tensor  # integers or other numbers
     deepstack: Tensor | None  # (L, D * k), zeros for text
     causal: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """The compared results: the last prompt token's input to layer 0 and output of each layer, and the first logits."""
+    """The results to compare: the last prompt token's states, before layer 0 and after each layer; the first logits."""
 
     states: Tensor  # (layers + 1, D)
     logits: Tensor  # (V,)
 
     def row(self, row: int) -> Tensor:
-        """Return a state, or the logits, which follow the last state."""
+        """Return the state with index `row`, or the logits, whose index follows that of the last state."""
         return (self.states[row] if row < len(self.states) else self.logits).float()
 
 
-Change = Callable[[Any, Inputs], Inputs]  # changes the copy of a text model that it receives, or the inputs
+Change = Callable[[Any, Inputs], Inputs]  # a function that changes the given copy of a text model, or the inputs
 
 
 def explain(text: Any, a: Mapping[str, Tensor], b: Mapping[str, Tensor], row: int) -> tuple[str, str] | None:
     """Return "a" or "b", and the change of `text` that reproduces that run's states ("" if no tested change does).
 
-    text: the text model of one of the runs. a, b: recorded tensors by the names of `Stages`. row: the point where the
-    runs diverge: a row of last_states, or one row later for the logits. Returns None if inputs or states were not
-    recorded, or belong to a different model.
+    text: the text model of one of the runs. a, b: recorded tensors by the names of `Stages`. row: where the runs
+    diverge: a row of last_states, or the next index for the logits. Returns None if inputs or states were not recorded,
+    or belong to a different model.
     """
     inputs, found = _inputs(a, b), [made for run in (a, b) if (made := _outputs(run))]
     if inputs is None or len(found) < 2 or row == 0:
@@ -97,7 +97,7 @@ def prefill(text: Any, inputs: Inputs) -> Outputs:
     given["position_ids"] = inputs.positions_3L[:, None].to(text.device)
     if inputs.deepstack is not None:
         given["deepstack_embeds"] = inputs.deepstack[None].to(text.device, text.dtype)
-    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # a mask of four dimensions is used unchanged
+    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # transformers does not change a 4-D mask
     given["attention_mask"] = torch.ones(mask_shape, dtype=torch.bool, device=text.device)
     readout = Readout(text, text.model.layers, length)
     try:
@@ -112,7 +112,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
     short = share_weights(text)
     short.model.layers = short.model.layers[:row]
     before, kernels = _distance(ours, odd, row), _distance(ours, even, row)
-    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # kernels make `ours` and `even` differ, too
+    enough = min(max(LEFT, 4 * kernels / before), 0.5)  # different kernels separate `ours` and `even`, too
 
     def left(change: Change) -> float:
         changed = share_weights(short)
@@ -120,7 +120,8 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
     found, head = dict[str, float](), len(ours.states)
     for name, change in _changes(text, inputs, row, left):
-        if left(change) <= enough:  # later rows also have to agree, because features left out here may be added there
+        # later rows must agree as well, because DeepStack features missing at this layer may be added at a later one
+        if left(change) <= enough:
             changed = share_weights(text)
             found[name] = _distance(prefill(changed, change(changed, inputs)), odd, head)
             if found[name] <= LEFT * _distance(ours, odd, head):
@@ -138,7 +139,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
         scale = _fitted(lambda factor: partial(_scale_logits, factor=factor), left, FACTORS)
         yield f"head: logits {scale:.4g} times as large", partial(_scale_logits, factor=scale)
     else:
-        if inputs.deepstack is not None and row > 1:  # features added after a layer appear one layer later
+        if inputs.deepstack is not None and row > 1:  # features added after a layer appear one row later
             for name, change in DEEPSTACK.items():
                 yield f"layer {row - 2}: deepstack, {name}", change
         yield f"{at}: attention, not causal", lambda changed, given: replace(given, causal=False)
@@ -149,7 +150,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
     for half in HALVES:
         yield f"{at}: precision, computed in {word(half)}", partial(_compute_in, half=half)
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"]
-    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # otherwise earlier layers also differ
+    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # else an earlier layer would also differ
         for name, change in _rotary_changes(text, inputs, left):
             yield f"{at}: rotary, {name}", change
 
@@ -202,7 +203,7 @@ def _rotary_changes(text: Any, inputs: Inputs, left: Callable[[Change], float]) 
     if theta := (getattr(text.config, "rope_parameters", None) or {}).get("rope_theta"):
         others = [factor for factor in (*FACTORS, *(known / theta for known in THETAS)) if factor * theta > 1]
         factor = _fitted(lambda factor: partial(_set_theta, theta=factor * theta), left, others)
-        yield f"theta {factor * theta:.4g} beside {theta:g}", partial(_set_theta, theta=factor * theta)
+        yield f"theta {factor * theta:.4g} instead of {theta:g}", partial(_set_theta, theta=factor * theta)
 
 
 def _axes(order: Sequence[int], between: str = ", ") -> str:
@@ -222,7 +223,7 @@ def _scale_angles(changed: Any, given: Inputs, factor: float) -> Inputs:
 
 
 def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
-    """Set theta: frequencies are theta^(-2i/K), so a different theta raises them to a different power."""
+    """Set theta. Frequencies are theta^(-2i/K), so the existing ones are raised to log(theta) / log(old theta)."""
     config, rotary = changed.model.config, getattr(changed.model, "rotary_emb", None)
     if rotary is not None:
         rotary.inv_freq = rotary.inv_freq ** (math.log(theta) / math.log(config.rope_parameters["rope_theta"]))
@@ -231,7 +232,7 @@ def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
 
 
 def _sections(text: Any) -> dict[str, list[int]]:
-    """Return the axis of each rotary pair by name, for different sections, each both contiguous and interleaved."""
+    """Return the axis of each rotary pair for several `mrope_section`s, contiguous and interleaved, by name."""
     own = (text.config.rope_parameters or {}).get("mrope_section")
     if not own:
         return {}
@@ -268,7 +269,7 @@ def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], 
     ordered = sorted(factors)
     shares = [left(change(factor)) for factor in ordered]
     best = shares.index(min(shares))
-    if not LEFT / 10 < shares[best] < 0.9:  # the factor is already exact, or far off
+    if not LEFT / 10 < shares[best] < 0.9:  # the best factor is already exact, or explains nothing
         return ordered[best]
     low, high = ordered[max(best - 1, 0)], ordered[min(best + 1, len(ordered) - 1)]
     for _ in range(STEPS):
@@ -296,7 +297,7 @@ def set_epsilon(norms: Iterable[nn.Module], epsilon: float) -> None:
 
 
 def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
-    """Round the squares, mean and products of RMSNorms to `half`, as in code that does not compute them in float32."""
+    """Round the squares, means and products of RMSNorms to `half`, as code does that never converts to float32."""
     for norm in norms:
 
         def forward(x: Tensor, norm: nn.Module = norm, inner: Callable = norm.forward) -> Tensor:

@@ -1,10 +1,11 @@
-"""The times of operations on a device that one host feeds, computed from launch costs, not measured."""
+"""The times of operations on a device whose kernels one host launches, computed from launch costs, not measured."""
 
 from collections.abc import Sequence
 
 
 def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:
-    """Return the start and end of each operation on the device, in microseconds: in order, each one after its launch.
+    """Return the start and end of each operation on the device, in microseconds; they run in order, each after its
+    launch.
 
     device_us: the duration of each operation. launch_us: the host's time per launch; launches follow each other without
     gaps.

@@ -1,4 +1,4 @@
-"""Why two towers compute different embeddings from the same patch rows; causes are tested one by one, not guessed.
+"""Causes of different embeddings from two towers with the same patch rows; they are tested one by one, not guessed.
 
 A tower uses sizes only through its plan (`Encoder.plan`), so most causes are plans with one field changed: segment
 lengths, window order, positions. A field from a different item's plan imitates a buffer that was not refilled.
@@ -25,7 +25,7 @@ Attempt = tuple[Any, Tensor, Any]  # (tower, rows, plan)
 def explain_tower(
     encoder: Any, patches_NC: Tensor, layouts: Sequence, medium: int, a_MW: Tensor, b_MW: Tensor
 ) -> tuple[str, str]:
-    """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none does).
+    """Return "a" or "b", and the change of tower or plan that reproduces that run's embeddings ("" if none does).
 
     layouts: (t, h, w) in patches for all media of the run, or None. medium: the index of the item to which the rows
     belong.
@@ -35,7 +35,7 @@ def explain_tower(
     distances = [float((ours - x.float()).norm()) for x in (a_MW, b_MW)]
     odd = distances.index(max(distances))
     others = {i: encoder.plan([x]) for i, x in enumerate(layouts) if x is not None and i != medium}
-    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # different kernels separate even runs that agree
+    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # kernels separate even two correct runs
     for name, change in _changes(encoder, rows, plan, layouts[medium], others):
         tower, given, changed_plan = change()
         made = tower(given, metadata=changed_plan).cpu().float()
@@ -67,7 +67,7 @@ def _changes(
         unsorted = {"window_index": identity, "reverse_index": identity, "positions": in_order}
         yield "patches not in window order", planned(**unsorted)
     yield "rotary, rows and columns exchanged", planned(positions=plan.positions.flip(1))
-    yield "patch rows line by line, not in merge blocks", lambda: (encoder, _line_by_line(rows, grid, encoder), plan)
+    yield "patch rows in row-major order", lambda: (encoder, _line_by_line(rows, grid, encoder), plan)
     for name, value in _left_over(plan, others):
         yield f"{name} (a buffer that was not refilled)", planned(**{name.split()[0]: value})
     for epsilon in EPSILONS:

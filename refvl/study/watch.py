@@ -1,16 +1,16 @@
-"""`VLM.trace` keeps every stage of a run, and with `attentions` and `hidden_states` also values inside the parts.
+"""`VLM.trace` keeps the results of every stage; on request, it also keeps attention weights and hidden states.
 
-    trace              the run, as in `chat`, or on watched copies of tower and language model
-    read_out           an answer, with the data behind it
-    TowerWatch         a copy of the encoder with hooks; the values that they keep fill a trace
+    trace              runs as `chat` does, or on watched copies of tower and language model
+    read_out           an answer, and data about it
+    TowerWatch         a copy of the encoder with hooks, whose recorded values fill a trace
     LanguageWatch      the same for a language model
     media_attention    the attention of a new token to each token of an image or video
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on copies, so no other call runs through them in any thread, and no forward depends on them. Graphs
-are not used, because their replays return no inner values. The tower's attention weights are computed from its queries
-and keys. The language model's weights come from transformers, which returns them only with eager attention.
+The hooks are on copies, so no other call in any thread runs through them, and no forward depends on them. Graphs are
+not used, because their replays return no intermediate values. The tower's attention weights are computed from its
+queries and keys. The language model's weights come from transformers, which returns them only with eager attention.
 
 Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
 step of generation.
@@ -39,7 +39,7 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 
 
 class SegmentAttention(NamedTuple):
-    """The attention inside one segment of a block."""
+    """The attention within one segment of a block."""
 
     rows: Tensor  # (S,) int64: patch rows of the media, concatenated in the order of `Trace.patches`; -1: a class token
     weights: Tensor  # (H, S, S): query, key; the sum over the keys is 1
@@ -51,7 +51,7 @@ class TowerWatch:
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
         blocks = list(self.encoder.blocks)
-        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, and by pass through the blocks
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, then by pass through them
         self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
         if attentions:
             for block, kept in zip(blocks, self.segments, strict=True):
@@ -88,7 +88,7 @@ class LanguageWatch:
     def fill(self, trace: Trace, output: Any) -> None:
         """Fill `attentions` and `hidden_states`.
 
-        Transformers returns one for the whole prompt and one per later token.
+        transformers returns one tensor for the whole prompt and one for each later token.
         """
         if output.attentions is not None:
             found = (_square(steps) for steps in zip(*output.attentions, strict=True))
@@ -118,9 +118,8 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens.
-
-    Raise ValueError unless `trace` has hidden states.
+    """Return (T, vocabulary) probabilities before each of T new tokens. Raise ValueError unless `trace` has hidden
+    states.
     """
     if not trace.hidden_states:
         raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
@@ -154,7 +153,7 @@ def _watch_segments(kept: list[list[Tensor]], block: nn.Module, args: tuple) -> 
 
 
 def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
-    """Keep the output of a block; with `states` bound, this is a forward hook."""
+    """Append the output of a block to `states`; with `states` bound, this is a forward hook."""
     states.append(output)
 
 
@@ -208,7 +207,7 @@ def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, op
 
 @contextmanager
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the largest magnitude in any output of a layer of tower or language model for more than one token.
+    """Collect the largest magnitude of each layer's outputs for more than one token, in the tower and language model.
 
     Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these hooks, so for them only
     the results of stages are used.
@@ -239,7 +238,7 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
 
 
 def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
-    """Set `largest` for each stage from the outputs of stages and layers; warn if float16 comes near its limit."""
+    """Set `largest` for each stage from the outputs of stages and layers; warn if values approach float16's limit."""
     made = {
         "patchify": [p.pixel_values for p in trace.patches],
         "encode": [*found["encode"], *trace.embeds],
@@ -282,8 +281,8 @@ def trace(
 
     attentions, hidden_states: keep the weights of all heads, and the values between blocks, of the tower and the
     language model (see `Trace`). Both then run eagerly with the same weights, even if graphs are captured. For long
-    prompts, this needs much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`:
-    f gets the result of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With
+    prompts, this needs much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
+    f receives the result of the stage, and the run continues with its return value (`refvl.study.interventions`). With
     `prefill_chunk`, pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage.
     Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
     cannot be read, or for placeholders that do not match the media. The same errors are raised for a pruning rate
@@ -322,7 +321,7 @@ def trace(
 def watched_run(
     model: Any, request: Request, max_new_tokens: int, options: dict, *, attentions: bool, hidden_states: bool
 ) -> Trace:
-    """Run on watched copies of the parts, eagerly even with graphs, because a replay returns no inner values."""
+    """Run on watched copies of the parts, eagerly even with graphs, because a replay returns no intermediate values."""
     if attentions:
         model.family.require("attentions")
     tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)

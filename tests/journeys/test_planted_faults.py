@@ -243,8 +243,8 @@ class Planted(NamedTuple):
 
 
 FAULTS = (
-    Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 beside 5, in a"),
-    Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 beside 5, in a", GLM),
+    Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 instead of 5, in a"),
+    Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 instead of 5, in a", GLM),
     Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [6, 6, 4] contiguous, in a"),
     Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [3, 3, 2] contiguous, in a", GLM),
     Planted(not_interleaved, "prefill/last_states", "layer 0: rotary, mrope_section [6, 5, 5] contiguous, in a", QWEN3),
