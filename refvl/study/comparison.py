@@ -303,7 +303,7 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """Return the largest distance between two input rows of the text model, as a share of the row's norm; 0 if unknown."""
+    """Return the largest distance between two inputs of the text model, relative to the row's norm; 0 if unknown."""
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return 0.0
