@@ -1,13 +1,12 @@
 """Measure what each tiny model loses without each of its mechanisms: `python -m refvl bench ablations`.
 
-Held-out scenes are asked about unchanged, and again with one mechanism removed by `model.trace(replace=...)`: a table
-of zeros, no rotation, full attention instead of windows, no DeepStack. Some mechanisms are exchanged instead of
-removed, such as height and width. Then the new answer is known, and the share of answers that follow the exchange is
-measured, too. Only the inputs of the mechanism change: either pixels, weights and prompt are kept, or only the prompt
-changes.
+Questions about held-out scenes are asked unchanged, and again with one mechanism removed by `model.trace(replace=...)`:
+a table of zeros, no rotation, full attention instead of windows, no DeepStack. In some ablations, two inputs are
+exchanged instead, such as height and width. Then the new answer is known, and the share of answers that follow the
+exchange is also measured. Pixels and weights never change; the prompt changes in a few ablations only.
 
-A mechanism counts as needed if its share differs clearly from that of the plain run: their 95 % intervals do not
-overlap. With --write the result is written to data/measurements/ablations.json, and its figure to
+A mechanism counts as needed if the share of correct answers is clearly lower without it: the 95 % interval lies below
+that of the plain run. With --write the result is written to data/measurements/ablations.json, and its figure to
 data/figures/ablations.png.
 """
 
@@ -44,7 +43,7 @@ COLUMNS = {"model": "19", "without": "30", "question": "8", "right": ">5", "foll
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question: the arguments of `chat`, the answer, and the plain run once there is one."""
+    """A question: the arguments of `chat`, the answer, and the plain run if it is done."""
 
     arguments: dict
     answer: str
@@ -58,8 +57,8 @@ class Ablation:
 
     changes: a function from the plain run to the `replace` of `trace`. arguments: a function from a question to other
         arguments of `chat`.
-    told: a function from a question to the answer that follows from the changed input; None if it is not known. kinds:
-    the kinds of questions that can be asked; all kinds if empty.
+    told: a function from a question to the answer that follows from the changed input, or None.
+    kinds: the kinds of questions to which the ablation applies; all kinds if empty.
     """
 
     name: str
@@ -78,7 +77,7 @@ def zeros_of(name: str) -> Callable[[Trace], dict[str, Callable]]:
 
 
 def full_attention(plan: Any) -> Any:
-    """Make every window its whole frame."""
+    """Enlarge every window to its whole frame."""
     return replace(
         plan, cu_window_seqlens=plan.cu_seqlens, window_groups=plan.groups, max_window_seqlen=plan.max_seqlen
     )
@@ -86,7 +85,7 @@ def full_attention(plan: Any) -> Any:
 
 def shuffled_windows(plan: Any) -> Any:
     """Use windows of the same sizes that gather random tokens of a frame; every patch keeps its rotary angles."""
-    m = len(plan.positions) // len(plan.window_index)  # patches of a token
+    m = len(plan.positions) // len(plan.window_index)  # the number of patches per token
     ends = (plan.cu_seqlens // m).tolist()
     rng = np.random.default_rng(0)
     own = np.concatenate([first + rng.permutation(last - first) for first, last in pairwise(ends)])
@@ -101,7 +100,7 @@ def whole_plans(function: Callable[[Any], Any]) -> Callable[[Trace], dict[str, C
 
 
 def without_deepstack(trace: Trace) -> dict[str, Callable]:
-    """Replace the features for later layers by zeros."""
+    """Replace the DeepStack features by zeros."""
     width = trace.inputs_embeds.shape[-1]
     cut = lambda rows: torch.cat([rows[:, :width], torch.zeros_like(rows[:, width:])], dim=1)  # noqa: E731
     return {"encode": lambda embeds: [cut(rows) for rows in embeds]}
@@ -150,7 +149,7 @@ def at_one(spans: list[Tensor]) -> list[Tensor]:
 
 
 def reversed_times(spans: list[Tensor]) -> list[Tensor]:
-    """Exchange the t of a video's steps, whether they share a span or have one each."""
+    """Reverse the t positions of a video's steps, whether the steps share a span or have one each."""
     if len(spans) > 1:
         return [torch.cat([other[:1], own[1:]]) for own, other in zip(spans, reversed(spans), strict=True)]
     [thw] = spans
@@ -190,12 +189,12 @@ CANVAS = (8, 7, 6, 5, 4, 3, 2, 1, 0)  # for each slice, the slice whose place it
 
 
 def mirrored(asked: Asked) -> str:
-    """Return the place that follows if height and width are exchanged."""
+    """Return the place to expect if height and width are exchanged."""
     return scenes.PLACES[scenes.TRANSPOSED[scenes.PLACES.index(asked.answer)]]
 
 
 def opposite(asked: Asked) -> str:
-    """Return the direction that follows if time is reversed; other answers are unchanged."""
+    """Return the direction to expect if time is reversed; answers that are no direction are unchanged."""
     return scenes.OPPOSITE.get(asked.answer, asked.answer)
 
 
@@ -210,7 +209,7 @@ def moved_on_canvas(asked: Asked) -> str:
 
 
 def rolled_seconds(asked: Asked) -> dict:
-    """Return the same frames, where each step has the timestamp of the next."""
+    """Return arguments with the same frames, in which each step has the timestamp of the next."""
     scene = replace(asked.scene, seconds=(*asked.scene.seconds[1:], asked.scene.seconds[0]))
     return asked.arguments | evaluate_tiny.media_of(scene)
 
@@ -306,7 +305,7 @@ def said(model: refvl.VLM, traces: list[Trace], batch: int = 50) -> list[str]:
 
 
 def ask(model: refvl.VLM, asked: list[Asked], ablation: Ablation) -> list[str]:
-    """Return the answers without the mechanism."""
+    """Return the model's answers with the mechanism removed."""
     traces = []
     for question in asked:
         arguments = ablation.arguments(question) if ablation.arguments else question.arguments
@@ -315,7 +314,7 @@ def ask(model: refvl.VLM, asked: list[Asked], ablation: Ablation) -> list[str]:
 
 
 def rows_of(name: str, count: int) -> Iterator[dict]:
-    """Return one result for each kind of question: the plain run, and each ablation that applies to the kind."""
+    """Yield the results of each kind of question: the plain run, then each ablation that applies to the kind."""
     folder = find_family(name).folder if name != "step3" else evaluate_step3.FAMILY.folder
     model = refvl.load(folder, device="cpu", progress=False)
     chance = evaluate_step3.CHANCE if name == "step3" else CHANCE
@@ -331,7 +330,7 @@ def rows_of(name: str, count: int) -> Iterator[dict]:
 
 
 def row_of(without: str, mechanism: str, asked: list[Asked], answers: list[str], told=None) -> dict:
-    """Count the correct answers, and those that follow the changed input; the latter only if the two differ."""
+    """Count the correct answers, and those that follow the changed input among questions for which the two differ."""
     pairs = list(zip(asked, answers, strict=True))
     row = {"mechanism": mechanism, "without": without, "n": len(pairs)}
     row["right"] = sum(answer == q.answer for q, answer in pairs)
@@ -360,7 +359,7 @@ def measure(names: list[str], count: int) -> dict:
 
 
 def draw(rows: list[dict]) -> None:
-    """Draw data/figures/ablations.png, with a panel per model."""
+    """Draw data/figures/ablations.png, with one panel per model."""
     models = {model: [row for row in rows if row["model"] == model] for model in {row["model"]: 0 for row in rows}}
     heights = [len({row["without"] for row in of_model}) + 2 for of_model in models.values()]
     figure = plt.figure(figsize=(8, 0.3 * sum(heights)), layout="constrained")

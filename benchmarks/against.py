@@ -1,9 +1,9 @@
 """Compare the CPU benchmarks of this tree and of other commits in one run: `python -m benchmarks.against COMMIT ...`.
 
 Each commit is checked out into a separate folder. Its own process measures every row of `bench tower` and `bench
-performance` with its own `benchmarks`. For each row the processes take turns, so a busy machine slows all of them. The
-time of a row is the shortest of several calls; its ratio is this tree's CPU time divided by the commit's, as the median
-over the rounds. With --write the results are written to data/measurements/against_cpu.json.
+performance` with its own `benchmarks`. For each row the processes alternate, so a busy machine slows all of them. The
+time of a row in a round is the shortest of several calls. Its ratio is this tree's CPU time divided by the commit's, as
+the median over the rounds. With --write the results are written to data/measurements/against_cpu.json.
 """
 
 import json
@@ -27,14 +27,14 @@ import typer
 from benchmarks.report import PrintedTable, Repeats, Write, environment, resolve_device, write_measurement
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_LEAST = 0.03  # seconds: shorter calls are repeated until together they take this long
-ANSWER = "measured: "  # the prefix of lines that do not come from a library
+AT_LEAST = 0.03  # seconds: short calls are repeated until they take this long in total
+ANSWER = "measured: "  # the prefix of answers, which sets them apart from lines that libraries print
 
 # --- in the process of a tree -----------------------------------------------------------------------------------------
 
 
 def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
-    """Return the calls that both benchmarks of the tree on `sys.path` time, by row, in groups built on demand."""
+    """Return the calls that the two benchmarks of the tree on `sys.path` time: by row, in groups built on demand."""
     from benchmarks import performance, tower
 
     performance.side_by_side = lambda ways, repeats: ways  # return the calls instead of their times
@@ -106,7 +106,7 @@ def serve() -> None:
         elif name == "groups":
             answer = list(groups)
         elif name in groups:
-            rows = {}  # frees the memory of the last group
+            rows = {}  # frees the memory of the previous group
             rows = groups[name]()
             answer = list(rows)
         else:
@@ -167,7 +167,7 @@ def common(names: dict[str, list[str]]) -> list[str]:
 
 def compare_row(trees: dict[str, Tree], row: str, repeats: int) -> dict[str, float]:
     rounds = []
-    for i in range(repeats + 1):  # the first warms up; the order is reversed from round to round
+    for i in range(repeats + 1):  # the first round is a warm-up; the order alternates between rounds
         order = list(trees)[:: 1 if i % 2 else -1]
         rounds.append({name: trees[name].ask(row) for name in order})
     del rounds[0]
@@ -196,7 +196,7 @@ def run(
                 trees[commit] = Tree(Path(folder, commit))
             trees["this tree"] = Tree(ROOT)
             columns = {"row": "<60"} | dict.fromkeys(commits, ">8")
-            table, rows = PrintedTable("this tree's time by the commit's", columns), []
+            table, rows = PrintedTable("this tree's time / the commit's", columns), []
             for row in compare(trees, repeats):
                 rows.append(row)
                 table.add(row["row"], *(f"{row[f'ratio to {commit}']:.3f}" for commit in commits))

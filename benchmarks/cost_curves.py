@@ -1,9 +1,9 @@
 """Measure how costs grow with pixels, frames, items and prompt tokens: `python -m benchmarks.cost_curves`.
 
 Configs are tiny and run on one CPU thread, because exponents do not depend on the width. Each point is measured in CPU
-time. If torch can count multiplications and additions, the noise-free counts are printed next to it. An exponent is the
-slope of a straight line through the largest sizes of a curve on logarithmic axes. With --write the results are written
-to data/measurements/cost_curves_cpu.json.
+time. If torch can count the multiplications and additions, the counts, which have no noise, are printed next to the
+times. An exponent is the slope of a straight line fitted to the largest sizes of a curve on logarithmic axes. With
+--write the results are written to data/measurements/cost_curves_cpu.json.
 """
 
 import math
@@ -41,7 +41,7 @@ from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_p
 from refvl.study.arithmetic import encoder_operations, prefill_operations
 
 NAME = "cost_curves_cpu"
-FITTED = 4  # the number of largest sizes to which an exponent is fitted: smaller ones show fixed costs
+FITTED = 4  # an exponent is fitted to this many of the largest sizes, because fixed costs dominate smaller ones
 SIDES = (112, 196, 336, 588, 1036, 1540, 2044)  # px
 FRAMES = (2, 8, 32, 80, 160, 320, 640)
 ITEMS = (1, 4, 16, 32, 64, 128, 256)
@@ -53,9 +53,10 @@ PICTURES_PER_REPLAY = 8
 
 @dataclass(frozen=True)
 class Curve:
-    """prepare: a function from a size to (x, a call, its operations); the exponent is that of x: patches, frames, ...
+    """A cost as a function of x: patches, frames, ...
 
-    The operations are those of the sizes; the run is counted, too, and has to agree.
+    prepare: a function from a size to (x, a call, its operations as computed from sizes). The operations of the call
+    are also counted, and the two numbers must agree.
     """
 
     name: str
@@ -78,7 +79,7 @@ def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> tuple[
 
 
 def attention_on(side: int, windows: bool) -> tuple[int, Callable, int]:
-    """Return the attention of one layer, in windows or whole frames (queries times keys, scores times values)."""
+    """Return the attention of one layer, windowed or over whole frames, with the operations of its two matmuls."""
     plan = Qwen2_5_VisionTransformer(CONFIG).plan(picture(side))
     segments: Segments = plan
     if windows:
@@ -119,14 +120,14 @@ def positions_on(tokens: int) -> tuple[int, Callable, int]:
 
 
 def text_model():
-    """Load the shipped model; its answers are not used."""
+    """Load the text model of a shipped checkpoint; its answers are not used."""
     model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False).language_model
     model.config.max_position_embeddings = 2**16
     return model
 
 
 def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Callable, int]:
-    """Read the whole prompt; with a chunk, only its last tokens, which read all keys and values."""
+    """Prefill the whole prompt or, with `chunk`, only that many tokens at its end, which read all keys and values."""
     new = chunk or tokens
     embeds, positions = torch.randn(1, new, model.config.hidden_size), torch.arange(tokens)[-new:].expand(3, 1, -1)
 
@@ -144,7 +145,7 @@ def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Calla
 
 
 def curves() -> list[Curve]:
-    """Return the expected exponents: 2 for attention over whole frames and whole prompts, 1 for everything else."""
+    """Return all curves. The expected exponent is 2 for attention over whole frames and whole prompts, otherwise 1."""
     model = text_model()
     tower = lambda side: (math.prod(picture(side)[0]), *tower_on(picture(side)))  # noqa: E731
     return [
@@ -164,7 +165,7 @@ def curves() -> list[Curve]:
 
 
 def exponent(xs: list[float], ys: list[float]) -> float:
-    """Return the slope through the largest sizes on logarithmic axes."""
+    """Return the slope of a line fitted to the largest sizes on logarithmic axes."""
     return float(np.polyfit(np.log(xs[-FITTED:]), np.log(ys[-FITTED:]), 1)[0])
 
 
@@ -174,7 +175,7 @@ def measure(curve: Curve, repeats: int) -> dict:
     points = []
     for size in curve.sizes:
         x, call, operations = curve.prepare(size)
-        check_operations(f"{curve.name}, {x} {curve.x}", call, operations)  # warms up, too
+        check_operations(f"{curve.name}, {x} {curve.x}", call, operations)  # also the warm-up
         times = summary([processor_seconds(call) for _ in range(repeats)])
         points.append({"size": size, "x": x, "operations": operations} | times)
     fit = {"time_exponent": exponent([p["x"] for p in points], [p["ms"] for p in points])}

@@ -1,9 +1,9 @@
 """Measure the time to the first token at each pruning rate, with EVS and VidCom2: `python -m benchmarks.evs_ttft`.
 
 A video of ten frames, whose tokens dominate the prompt, runs through a random model with the width of Qwen2.5-VL-3B and
-few layers (all of them on CUDA). Times depend on shapes and not on contents. Rules and rates alternate within a run,
-and figures are medians. The time to the first token includes the encoder, which processes the whole video at every
-rate. With --write the results are written to data/measurements/evs_ttft_<cpu|cuda>.json.
+few layers (all layers on CUDA). Times depend on shapes and not on contents. Rules and rates alternate within a run, and
+figures are medians. The time to the first token includes the encoder, which processes the whole video at every rate.
+With --write the results are written to data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
 import json
@@ -27,12 +27,12 @@ from refvl.positions import PRUNERS
 from refvl.trace import synchronized_time
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-CPU_LAYERS = 4  # layers of tower and language model; all of them on CUDA
+CPU_LAYERS = 4  # layers of tower and language model on a CPU; CUDA uses all of them
 CONFIG = DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json"
 
 
 def build(device: str, layers: int | None) -> refvl.VLM:
-    """Build a random model of the 3B's width; `layers` cuts tower and language model."""
+    """Build a random model of the 3B's width; `layers` limits the depth of tower and language model."""
     config = json.loads(CONFIG.read_text())
     if layers:
         config["num_hidden_layers"] = layers
@@ -58,7 +58,7 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     pixel_values, (t, h, w) = patches.pixel_values.to(vlm.device), patches.media_tokens.thw
     ways = [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]
     times: dict[tuple, list[float]] = {(what, way): [] for what in ("encode", "mask", "rest") for way in ways}
-    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # no row is ready before the last round
+    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # rows are complete only after the last round
         with torch.inference_mode():
             encode, embeds = timed(vlm, lambda: vlm.encoder(pixel_values, [patches.layout]))
         for rule, q in ways:
@@ -89,7 +89,7 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
 
 
 def timed(vlm: refvl.VLM, call: Callable) -> tuple[float, Any]:
-    """Return seconds and result of a call; the device's queue is empty before and after it."""
+    """Return the seconds and the result of a call; the device is synchronised before and after it."""
     start = synchronized_time(vlm.device)
     result = call()
     return synchronized_time(vlm.device) - start, result

@@ -33,7 +33,7 @@ MADE_BY_AND_BEFORE = {
 
 
 def explorer_rows(record: dict) -> Iterator[str]:
-    """Format a heading, and a line per explorer of a record of tests/browser."""
+    """Format a heading, and one line per explorer in a record of tests/browser."""
     yield "| explorer | made by | states | page, kB | a step on the page, ms | in JupyterLab, ms | before |"
     yield "|---|---|--:|--:|--:|--:|---|"
     for name, (made_by, before) in MADE_BY_AND_BEFORE.items():
@@ -52,14 +52,14 @@ def run_all_line(notebooks: dict) -> str:
 
 
 def page_rows(site: Path) -> Iterator[str]:
-    """Format a heading, and a line per notebook page in the folder of `make site`."""
+    """Format a heading, and one line per notebook page in the folder of `make site`."""
     yield "| page | kB |"
     yield "|---|--:|"
     yield from (f"| {page.stem} | {page.stat().st_size / 1000:.0f} |" for page in sorted(site.glob("notebooks/*.html")))
 
 
 def run() -> None:
-    """Print the tables that exist, and the commands for those that do not."""
+    """Print the tables whose data exist, and the commands that make the missing data."""
     if RECORD.is_file():
         record = json.loads(RECORD.read_text())
         goals = "goals {page} and {lab} ms".format_map(record["goals_ms"])

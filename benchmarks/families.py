@@ -1,4 +1,4 @@
-"""Compute what one image, or one video, costs in each family at full size: `python -m benchmarks.families`.
+"""Compute the costs of one image and of one video in each family at full size: `python -m benchmarks.families`.
 
 Results are counted, not timed: tokens, positions, memory, and the multiplications and additions of tower and prefill,
 for images of growing side and videos of growing length, sampled as each family does. Only the media item is counted,
@@ -33,12 +33,12 @@ CLIP_SIZE = (640, 360)  # px
 
 
 def load_released(family: str) -> VLM:
-    """Build the model at full size, without memory."""
+    """Build the model at full size, on the meta device."""
     return load(DATA / f"configs/{CONFIGS[family]}.json", weights="random", device="meta", progress=False)
 
 
 def count(model: VLM, medium) -> dict:
-    """bytes: the key-value cache, and the activations of the tower. tower, prefill: multiplications and additions."""
+    """Return the costs of a media item. bytes: key-value cache plus tower activations. tower, prefill: operations."""
     plan = plan_media(model, medium)
     cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, model.encoder.dtype)
     return {
@@ -53,7 +53,7 @@ def count(model: VLM, medium) -> dict:
 
 
 def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
-    """Return the plan of a file of this length and size; its frames are black and take no memory.
+    """Return the frames that a file of this length and size yields, black and without memory of their own.
 
     Raises ValueError if the family accepts no video.
     """

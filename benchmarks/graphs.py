@@ -1,11 +1,11 @@
 """Compare the eager tower with replayed graphs, by image size and batch: `python -m benchmarks.graphs`.
 
-Four ways to encode the same images alternate, with new random pixels every time, so a busy machine slows all of them
-equally:
+Four ways to encode the same images alternate, so a busy machine slows all of them equally. Pixels are random and new
+each time:
 
-- eager     the encoder without graphs, its plan included
+- eager     the encoder without graphs, including its plan
 - planned the encoder with an existing plan, so only the forward is timed
-- doubling replay with budgets that double (`EncoderGraphManager`'s own); plans exist after the first call
+- doubling replay with budgets that double (`EncoderGraphManager`'s default); plans are cached after the first call
 - fitted replay with one budget for each image size: no padding, for users who know their input sizes
 
 Outputs are compared before anything is timed. On CUDA, the shapes are the released ones in bfloat16; on a CPU, where a
@@ -42,7 +42,7 @@ from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, p
 from refvl.paths import DATA
 from refvl.study.arithmetic import encoder_operations
 
-TOWERS = {  # the shapes that are measured on a CPU and on CUDA
+TOWERS = {  # the shapes to measure on a CPU and on CUDA
     "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),
     "glm4v": ("checkpoints/tiny-glm4v/config.json", "configs/GLM-4.1V-9B-Thinking.json"),
     "minicpmv": ("checkpoints/tiny-minicpmv-4_5/config.json", "configs/MiniCPM-V-4_5.json"),
@@ -56,7 +56,7 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second,
 
 
 def build(tower: str, device: str):
-    """Return (an encoder with random weights, the layout of a square image of this many px)."""
+    """Return an encoder with random weights, and a function from the side of a square image in px to its layout."""
     config = read_config(DATA / TOWERS[tower][device == "cuda"])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     family = find_family(config)
@@ -96,14 +96,14 @@ def capture(manager: EncoderGraphManager) -> dict:
 
 
 def one_call(encoder, layouts: list) -> Callable:
-    """Return a call of the eager encoder on random pixels, which are drawn now."""
+    """Draw random pixels, and return a call of the eager encoder on them."""
     x = torch.randn(count_rows(encoder, layouts), values_per_row(encoder), device=encoder.device, dtype=encoder.dtype)
     return partial(encoder, x, layouts)
 
 
 @torch.inference_mode()
 def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
-    """Return median and 99th percentile of each way in ms, the managers' budgets, and the differences of outputs."""
+    """Return median and 99th percentile of each way in ms, the managers' budgets, and differences of outputs."""
     device, patches = encoder.device, count_rows(encoder, layouts)
     plan = encoder.plan(layouts)
     ways = {
@@ -168,7 +168,7 @@ def run(device: Device = "auto", repeats: Repeats = 50, write: Write = False) ->
 
 
 def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
-    """Measure one tower, and write its table and file."""
+    """Measure one tower; print its table and, if `write` is set, save its file."""
     sizes, batches = ", ".join(map(str, SIZES[device])), " and ".join(map(str, BATCHES))
     what = f"the {tower} tower: images of {sizes} px, {batches} a call; timed calls: {repeats}"
     announce(f"graphs_{tower}_{device}", what, WARM_UP + repeats)

@@ -1,18 +1,18 @@
-"""Measure where the time of a CPU goes, and estimate the same work on a GPU: `python -m benchmarks.performance`.
+"""Measure where the time goes on a CPU, and count the same work for a GPU: `python -m benchmarks.performance`.
 
 Everything is measured in CPU time on one thread, with interleaved calls:
 
 - the best matmul and copy of this machine
-- linear layers by kernel, and what a prefill gains from it
-- the tower with its counted operations and bytes, relative to that best
+- linear layers by kernel, and the speed-up of a prefill
+- the tower, with its counted operations and bytes, to compare with that best
 - pixels to patch rows, next to transformers' Pillow processor
 - decoding with a cache of fixed size
 - the stages of whole answers
-- a fresh process up to its first answer, and the share of importing torch and transformers' text model
+- a fresh process up to its first answer, and the part of that time for importing torch and transformers' text model
 
-The following is counted and never run: kernels, operations and bytes of the 7B tower in bfloat16, where RMSNorm and
-attention are one kernel each, as on CUDA. The notebook derives estimates from these counts. With --write the results
-are written to data/measurements/performance_cpu.json.
+The work of the 7B tower in bfloat16 is counted and never run: its kernels, operations and bytes, with one kernel each
+for RMSNorm and attention, as on CUDA. The notebook derives estimates from these counts. With --write the results are
+written to data/measurements/performance_cpu.json.
 """
 
 import math
@@ -83,7 +83,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "a photograph": {"prompt": "What is in the picture?", "images": [DATA / "pictures" / "coffee.jpg"]},
     "a clip": {"prompt": "Which way does the circle move?", "videos": [DATA / "clips" / "scene.mp4"]},
 }
-STARTS = {  # each takes the one before along
+STARTS = {  # each one includes the work of the previous one
     "import torch": "import torch",
     "the text model's class": "from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl",
     "an answer": f"import refvl\nrefvl.load({str(CHECKPOINT)!r}).chat('What color?', images=[{str(SCENE)!r}])",
@@ -92,7 +92,7 @@ PHOTO, QUESTION = DATA / "pictures" / "coffee.jpg", "What is in the picture?"
 
 
 class Traffic(TorchDispatchMode):
-    """Counts kernels, and the bytes that they read and write, for matrix multiplications, attention and all others."""
+    """A mode that counts kernels, and the bytes that they read and write: matmuls, attention and all others."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def measure_peaks(repeats: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_linear(repeats: int) -> list[dict]:
-    """Time one layer of full width by rows, with torch's kernel, with oneDNN's, and in bfloat16."""
+    """Time one layer of full width for several numbers of rows: torch's kernel, oneDNN's, and bfloat16."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(1280, 1280)
     other, half = OneDnnLinear(1280, 1280), torch.nn.Linear(1280, 1280).bfloat16()
@@ -192,7 +192,7 @@ def measure_linear(repeats: int) -> list[dict]:
 
 @torch.inference_mode()
 def measure_towers(repeats: int) -> list[dict]:
-    """Time forwards of a repeated size, and count their operations and bytes."""
+    """Time forwards whose plan is cached, and count their operations and bytes."""
     rows = []
     for name, config in TOWERS.items():
         torch.manual_seed(0)
@@ -217,7 +217,7 @@ def rows_of_image(image: Image.Image, config: PatchConfig) -> torch.Tensor:
 
 
 def measure_pixels(repeats: int) -> list[dict]:
-    """Time an image in memory to patch rows, in transformers and in refvl; the bits are compared first."""
+    """Time the way from an image in memory to patch rows in transformers and refvl, after a check for equal bits."""
     config = PatchConfig(max_pixels=2**24)
     theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels})
     rows = []
@@ -245,7 +245,7 @@ def prefill(language_model, embeds: Tensor) -> None:
 
 
 def operations_of_prefill(language_model, tokens: int) -> int:
-    """Run the layers on all tokens and the head on the last one."""
+    """Return the operations of the layers on all tokens and of the head on the last one."""
     return prefill_operations(language_model, tokens) + 2 * language_model.lm_head.weight.numel()
 
 
@@ -283,7 +283,7 @@ def measure_evs(repeats: int) -> dict:
 
 
 def measure_stages(repeats: int) -> list[dict]:
-    """Return the median CPU time of every stage of a tiny model's trace, whose own clock also counts waiting."""
+    """Return the median CPU time of every stage of a tiny model; a trace's own times include waiting."""
     model, rows = refvl.load(CHECKPOINT, device="cpu", progress=False), []
     for name, question in QUESTIONS.items():
         with patch("refvl.trace.synchronized_time", lambda device: time.process_time()):
@@ -304,12 +304,12 @@ def measure_start(repeats: int) -> dict[str, float]:
 
 
 def run(repeats: Repeats = 3, write: Write = False) -> None:
-    """Measure the peak of this machine and the tower relative to it, and count the work for a GPU."""
+    """Measure this machine's peak rates and the tower, and count the work for a GPU."""
     device = resolve_device("cpu")
     announce(NAME, f"peaks, linear layers, towers, pixels, decoding, stages; timed calls of each: {repeats}", 1)
     result: dict[str, Any] = environment(device) | {"repeats": repeats, "peaks": measure_peaks(repeats)}
     print({name: f"{value / 1e9:.0f} G/s" for name, value in result["peaks"].items()}, flush=True)
-    table = PrintedTable("times as fast as the first", {"what": "<32", "first": "<22", "others": "<40"})
+    table = PrintedTable("speed-up over the first", {"what": "<32", "first": "<22", "others": "<40"})
     measured = {
         "linear": measure_linear, "towers": measure_towers, "gains": measure_gains, "pixels": measure_pixels,
         "decode": lambda repeats: [measure_decode(repeats)], "evs": lambda repeats: [measure_evs(repeats)],

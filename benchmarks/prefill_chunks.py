@@ -1,10 +1,10 @@
 """Measure memory and time to the first token by chunk size: `python -m benchmarks.prefill_chunks`.
 
-A video of thirty seconds and one of ten minutes, with one frame per second, run from a file to the first token of the
-shipped Qwen2.5-VL model, whose context is raised. Costs grow with the video as in a large model, at a smaller scale.
-Memory is the peak of a run in addition to what was there before it. On CUDA it is what torch allocates; on a CPU it is
-the process's own pages as Linux counts them (RssAnon), sampled every few milliseconds. The cache of keys and values,
-which has to grow with the prompt, is printed next to it. With --write the results are written to
+Two videos, of thirty seconds and of ten minutes at one frame per second, run from a file to the first token of the
+shipped Qwen2.5-VL model, whose context limit is raised. Costs grow with the video as in a large model, at a smaller
+scale. Memory is the peak of a run minus the memory in use before it. On CUDA it is the memory that torch allocates; on
+a CPU it is the process's own pages as Linux counts them (RssAnon), sampled every few milliseconds. The size of the
+key-value cache, which has to grow with the prompt, is printed next to it. With --write the results are written to
 data/measurements/prefill_chunks_<cpu|cuda>.json.
 """
 
@@ -59,7 +59,7 @@ def write_clip(path: Path, seconds: int) -> Path:
 
 @contextmanager
 def peak_bytes(device: str) -> Iterator[list[int]]:
-    """Yield a list that finally contains the peak of memory taken in addition to what was there before."""
+    """Yield a list that receives, at the end, the peak of memory minus the memory in use before."""
     gc.collect()
     peak = list[int]()
     if device == "cuda":
@@ -68,7 +68,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
         yield peak
         peak.append(torch.cuda.max_memory_allocated() - before)
         return
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that earlier runs have freed is reused and not seen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the run could reuse freed memory, which would not be counted
     stop, before = threading.Event(), anonymous_bytes()
     seen = [before]
 
@@ -87,15 +87,15 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
 
 
 def anonymous_bytes() -> int:
-    """Return the process's memory that belongs to no file."""
+    """Return the bytes of the process's memory that belong to no file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if not found:
-        raise ValueError("device: on a CPU memory is measured on Linux only")
+        raise ValueError("device: the memory of a CPU can be measured only on Linux")
     return int(found[1]) * 1024
 
 
 def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device: str) -> dict:
-    """Return one row: medians of all runs but the first."""
+    """Return one row: the medians of all runs except the first."""
     peaks, seconds = [], []
     part = {"type": "video", "video": str(clip), "fps": 1.0, "max_frames": 1024}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What moves?"}]}]

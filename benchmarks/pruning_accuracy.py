@@ -1,10 +1,10 @@
 """Measure the accuracy of tiny models on pruned videos: `python -m benchmarks.pruning_accuracy`.
 
-Held-out scenes ask in which direction an object moves and when it changes colour, at rates from 0 to 0.9, by every
-rule. Every tiny model is measured whose video tokens have places and that was trained on such videos. A second table
-asks again, at rates 0 and 0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) instead of
-each model's own. With --write the results are written to data/measurements/pruning_accuracy.json, which keeps the
-results of models that were not asked.
+Questions about held-out scenes ask in which direction an object moves and when it changes colour, at rates from 0 to
+0.9, with every rule. All tiny models are measured that were trained on such videos and whose video tokens have fixed
+positions in a frame. For a second table, the questions are asked again at the EVS rates 0 and 0.5, with closed-up
+positions (`refvl.study.releases.closed_up_positions`) instead of each model's own. With --write the results are written
+to data/measurements/pruning_accuracy.json, which keeps the results of models that were not measured.
 """
 
 import json
@@ -43,7 +43,7 @@ def prunable() -> list[TinyFamily]:
 
 
 def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list[dict]:
-    """Return one row per model, kind of question, rule and rate; rate 0 is asked once for all rules."""
+    """Return one row per model, kind of question, rule and rate; rate 0 is measured once for all rules."""
     rows = []
     for family in families:
         model = refvl.load(family.folder, device="cpu", progress=False)
@@ -78,7 +78,7 @@ def close_up(families: list[TinyFamily], count: int, table: PrintedTable) -> lis
 
 def run(
     count: Annotated[int, typer.Option(help="scenes of each kind")] = 200,
-    model: Annotated[str, typer.Option(help="only the folder that contains this")] = "",
+    model: Annotated[str, typer.Option(help="only the model whose folder name contains this")] = "",
     write: Write = False,
 ) -> None:
     """Measure accuracy on held-out videos at each pruning rate, for every rule."""
@@ -91,7 +91,7 @@ def run(
         file, asked = DATA / "measurements" / "pruning_accuracy.json", {row["model"] for row in measured["rows"]}
         kept = json.loads(file.read_text()) if file.is_file() else {"n": count}
         if kept["n"] != count:
-            raise SystemExit(f"{file.name} holds {kept['n']} videos of each kind: ask for as many, or remove it")
+            raise SystemExit(f"{file.name} contains {kept['n']} videos of each kind; use that --count, or remove it")
         for name, rows in measured.items():
             rows += [row for row in kept.get(name, []) if row["model"] not in asked]
             rows.sort(key=lambda row: row["model"])  # stable

@@ -1,11 +1,10 @@
 """Measure the accuracy of quantised tiny models: `python -m benchmarks.quantized` (needs the extra `quantized`).
 
 The text model's matrices are stored as integers of 8 to 2 bits, with a scale for every 32 values (torchao, through
-transformers' quantisation config); the tower is not quantised. On a CPU, torchao stores a byte for each integer, even
-if it uses few of its bits, so below 8 bits this measures accuracy and not memory. Every shipped model is asked about
-held-out scenes and pages of the kind that it was trained on; every bit width gets the same questions. In Step3's text
-model, the experts are not linear layers and are not quantised. With --write the results are written to
-data/measurements/quantized.json.
+transformers' quantisation config); the tower is not quantised. On a CPU, torchao stores each integer in a whole byte,
+so below 8 bits this measures accuracy and not memory. Every shipped model answers questions about held-out scenes or
+pages, whichever it was trained on; every bit width gets the same questions. In Step3's text model, the experts are not
+linear layers and are not quantised. With --write the results are written to data/measurements/quantized.json.
 
 Groups contain 32 values and not the usual 128, because the rows of the shipped models have 128 and 320 values. Real
 models have the same
@@ -33,7 +32,7 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "progress": False}
 
 
 def load(family: TinyFamily, bits: int | None) -> refvl.VLM:
-    """Load the shipped model of a family with the text model in integers of `bits`."""
+    """Load the shipped model of a family, with the text model's matrices as integers of `bits` bits."""
     if bits is None:
         return refvl.load(family.folder, **OPTIONS)
     from torchao.quantization import IntxWeightOnlyConfig
@@ -54,7 +53,7 @@ def questions(family: TinyFamily, count: int) -> list[tuple[str, str, dict]]:
 
 
 def measure(family: TinyFamily, count: int) -> list[dict]:
-    """Return a row for each of `BITS`. All get the same prompts; tower and embeddings are in floating point."""
+    """Return a row for each of `BITS`. All get the same prompts; tower and embeddings stay in floating point."""
     models, asked = {bits: load(family, bits) for bits in BITS}, questions(family, count)
     right: dict[int | None, dict[str, list[bool]]] = {bits: {kind: [] for kind, _, _ in asked} for bits in BITS}
     for start in tqdm(range(0, len(asked), BATCH), desc=family.folder.name, leave=False):
@@ -77,7 +76,7 @@ def run(
     count: Annotated[int, typer.Option(help="questions of each kind")] = 150,
     write: Write = False,
 ) -> None:
-    """Measure accuracy on held-out scenes by the bit width of the text model's matrices."""
+    """Measure accuracy on held-out questions at each bit width of the text model's matrices."""
     try:
         import torchao
     except ImportError as error:

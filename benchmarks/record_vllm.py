@@ -1,11 +1,11 @@
-"""Record the stages of a running vLLM, in a folder for `refvl compare`. Why do refvl and vLLM differ? Three commands:
+"""Record the stages of a running vLLM in a folder for `refvl compare`. Three commands show why refvl and vLLM differ:
 
     python -m refvl trace FOLDER "What is it?" --image a.png --save ours
     python -m benchmarks.record_vllm FOLDER "What is it?" --image a.png --save theirs
     python -m refvl compare ours theirs --model FOLDER
 
 This needs an environment with vLLM that also meets refvl's requirements (`benchmarks/vllm_env.sh` creates one). Videos
-are sampled by refvl, and vLLM receives their frames, because vLLM samples files by its own rule.
+are sampled by refvl, and vLLM receives their frames, because vLLM would sample a file by its own rule.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dty
     tensors["merge/input_ids"] = torch.tensor(output.prompt_token_ids)
     tensors["positions/ids"] = seen["get_mrope_input_positions"][0][1][0]
     ids = torch.tensor(output.outputs[0].token_ids)
-    steps = torch.stack([logits[-1] for _, logits in seen["compute_logits"]])[: len(ids)]  # one a token, greedily
+    steps = torch.stack([logits[-1] for _, logits in seen["compute_logits"]])[: len(ids)]  # one per token
     tensors |= {"merge/inputs_embeds": layers.inputs_embeds, "prefill/last_states": torch.stack(layers.states)}
     tensors |= {"prefill/first_logits": steps[0], "decode tokens/token_ids": ids}
     tensors["decode tokens/margins"] = margins(steps)

@@ -1,4 +1,4 @@
-"""The common part of all measurements: machine, versions and date, tables, and timing."""
+"""Functions that all measurements share: machine, versions and date, tables, and timing."""
 
 import datetime
 import json
@@ -26,14 +26,14 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
 Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their median")]
 Write = Annotated[bool, typer.Option(help="keep the result under data/measurements")]
 
-COUNTED_TOO: dict = {  # operations that torch's counter lacks in some releases
+COUNTED_TOO: dict = {  # counters for operations that torch's own counter lacks in some releases
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
 }
 
 
 def varlen_operations(q, k, v, cu_seq_q, cu_seq_k, *_, **__) -> int:
-    """Count attention within segments; their lengths are read back."""
+    """Count the operations of attention within segments, whose lengths are read back."""
     pairs = (cu_seq_q.diff() * cu_seq_k.diff()).sum().item()
     return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
 
@@ -51,26 +51,26 @@ def count_operations(call: Callable) -> int:
 
 
 def check_operations(what: str, call: Callable, expected: int) -> None:
-    """Raise ArithmeticError unless a call does as many operations as `refvl.study.arithmetic` predicts."""
+    """Raise ArithmeticError unless a call executes as many operations as `expected`."""
     if (counted := count_operations(call)) != expected:
-        raise ArithmeticError(f"{what}: expected {expected:,} operations by its sizes, but the run does {counted:,}")
+        raise ArithmeticError(f"{what}: expected {expected:,} operations from its sizes, but the run has {counted:,}")
 
 
 def announce(name: str, what: str, calls: int) -> None:
-    """Print what will run, and how long its timed calls take according to the saved measurement NAME.
+    """Print a description of the run, and estimate the time of its calls from the saved measurement `name`.
 
-    calls: the number of calls of each row and way, warm-up included. The saved numbers are median milliseconds of one
-        call, or the seconds of all.
+    calls: the number of calls of each row and way, including the warm-up. The saved numbers are either the median
+    milliseconds of one call or the seconds of all calls.
     """
     print(what, flush=True)
     path = DATA / "measurements" / f"{name}.json"
     if not path.is_file():
-        return print(f"how long that takes is not known: there is no {path.name} yet", flush=True)
+        return print(f"the time is unknown, because there is no {path.name} yet", flush=True)
     kept = json.loads(path.read_text())
     if (seconds := kept.get("seconds")) is None:
         times = ((key, value) for row in kept["rows"] for key, value in row.items() if key.endswith("_ms"))
         seconds = calls * sum(value for key, value in times if not key.endswith(("p99_ms", "floor_ms"))) / 1e3
-    print(f"about {seconds:.0f} s on the machine of {path.name} ({kept['device']}), and some for building", flush=True)
+    print(f"about {seconds:.0f} s on the machine of {path.name} ({kept['device']}), plus building", flush=True)
 
 
 class PrintedTable:
@@ -91,23 +91,24 @@ class PrintedTable:
 
 
 def processor_seconds(call: Callable) -> float:
-    """Return the CPU time of a call in this thread; the clock stops while other threads run."""
+    """Return the CPU time of a call in this thread, in seconds; time in other threads does not count."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """ms: the median. spread: half of the values lie between ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
+    """Return the median in ms, and the spread: the interquartile range as a share of the median."""
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     return {"ms": median * 1e3, "spread": (high - low) / median}
 
 
 def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str, float]]:
-    """Return the `summary` of each way; the ways alternate after a warm-up. ratio: the speed-up over the first way.
+    """Return the `summary` and ratio of each way; the ways alternate after a warm-up.
 
-    The ratio is the median over the rounds; each round compares calls that ran within a moment.
+    The ratio is the speed-up over the first way, as the median over the rounds; each round compares calls that ran
+    right after each other.
     """
     rounds = [{name: processor_seconds(call) for name, call in ways.items()} for _ in range(repeats + 1)][1:]
     first = next(iter(ways))
@@ -122,7 +123,7 @@ def resolve_device(device: str) -> str:
     """Return the kind of device to measure on, "cpu" or "cuda"; "auto" is CUDA if there is one.
 
     "cuda:1" becomes the current device. On a CPU, one thread is used from here on, because several threads wait for
-    each other on a busy machine, which blurs ratios. Raises ValueError for an unknown device.
+    each other on a busy machine, which makes ratios noisy. Raises ValueError for an unknown device.
     """
     if not (found := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)):
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:1, got {device!r}")
@@ -138,7 +139,7 @@ def resolve_device(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Return device, versions, threads and date; on CUDA also the attention of a tower in bfloat16."""
+    """Return device, versions, threads and date; on CUDA also the attention backend of a tower in bfloat16."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     best = available_backends(device, torch.bfloat16)[0]
     return {

@@ -1,7 +1,7 @@
-"""Measure how far embeddings move if only the way of computing changes: `python -m benchmarks.reproducibility --write`.
+"""Measure how embeddings depend on the way of computing them: `python -m benchmarks.reproducibility --write`.
 
 Each shipped checkpoint encodes the same images. The reference is the checkpoint's tower in float64, one image at a
-time, on one thread. Each way of computing is compared with the reference by the largest relative norm of the difference
+time, on one thread. Each way of computing is compared with the reference: the largest relative norm of the difference
 over the images, next to the difference that rounding explains (`bound`). Results are written to
 data/measurements/reproducibility_cpu.json.
 """
@@ -21,7 +21,7 @@ from refvl.paths import DATA
 
 CHECKPOINTS = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 PICTURES = [DATA / "pictures" / name for name in ("scene.png", "coffee.jpg", "chelsea.jpg", "rocket.jpg")]
-STEPS_PER_BLOCK = 16  # roundings on the longest path through a block: 2 norms of 3, attention of 5, an MLP of 3, 2 sums
+STEPS_PER_BLOCK = 16  # on the longest path through a block: 3 per norm, 5 in attention, 3 in the MLP, 2 in sums
 STEPS_AROUND = 16  # patch embedding, positions, and the connector from the tower to the language model
 
 
@@ -48,7 +48,7 @@ WAYS = {
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run with `count` threads, and restore the old number afterwards."""
+    """Run with `count` threads, and restore the previous number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -58,8 +58,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def bound(vlm: refvl.VLM, dtype: torch.dtype) -> float:
-    """Return the difference that rounding explains, from the number of consecutive roundings on the way through the
-    tower.
+    """Return the difference that rounding explains, derived from the number of consecutive roundings in the tower.
 
     Results are rounded to `dtype`: these errors are independent, and grow with the square root of the steps. Sums are
     in float32 or better: their errors share a sign if the terms do, and grow with the steps.
@@ -72,7 +71,7 @@ def bound(vlm: refvl.VLM, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def embeddings(vlm: refvl.VLM, way: Way) -> list[torch.Tensor]:
-    """Return (M, D) of each image in float64, computed in one of the ways."""
+    """Return the embeddings of each image, (M, D) float64, computed in one of the ways."""
     media = vlm.processor.decode(vlm.processor.messages("", PICTURES))
     patches, encoder = vlm.processor.patchify(media), vlm.encoder
     layouts, rows = [p.layout for p in patches], [p.pixel_values.to(way.dtype) for p in patches]
@@ -105,7 +104,7 @@ def measure(checkpoint: str) -> dict[str, dict[str, float]]:
 
 
 def run(write: Write = False) -> None:
-    """Print the matrix; with --write, save it in data/measurements."""
+    """Print the differences of every checkpoint and way; with --write, save them in data/measurements."""
     print(
         f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} images in {len(WAYS)} ways: a minute",
         flush=True,

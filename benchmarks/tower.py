@@ -1,11 +1,11 @@
 """Compare refvl's Qwen2.5-VL and GLM-4.1V towers with transformers', on the same weights in the same run: `python -m
 benchmarks.tower`.
 
-If vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs), a CPU also runs vLLM's
-towers. Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared before
-anything is timed. Linear layers on a CPU use the kernel that `refvl.load` chooses there. Every call plans, as a call in
-transformers does; planning, and refvl's attention kernel, which all of them share, are also measured alone. With
---write the results are written to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
+If vLLM is installed (`benchmarks/vllm_env.sh` creates an environment with its build for CPUs), vLLM's towers are also
+measured on a CPU. Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared
+before anything is timed. Linear layers on a CPU use the kernel that `refvl.load` chooses there. Every call includes
+planning, as in transformers. Planning and attention in refvl are also measured alone. With --write the results are
+written to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
 import importlib.metadata
@@ -90,7 +90,7 @@ def build_pair(config, device: str, dtype: torch.dtype):
 
 
 def their_values(config) -> dict:
-    """Return the sizes in the vision config, under the names in config.json."""
+    """Return the sizes in the vision config, under the names that config.json uses."""
     return {name: value for name, value in asdict(config).items() if name != "norm_eps"}
 
 
@@ -102,7 +102,7 @@ def vllm_tower(theirs, config) -> Callable:
 
 
 def seconds_of(call, device: str) -> float:
-    """Return the wall-clock seconds of one call, between waits for the device."""
+    """Return the wall-clock seconds of one call; the device is synchronised before and after it."""
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -112,7 +112,7 @@ def seconds_of(call, device: str) -> float:
 
 
 def seconds_of_attention(call, device: str) -> float:
-    """Return the part of a call that it spends in refvl's attention."""
+    """Return the seconds that a call spends in refvl's attention."""
     attend, seconds = Segments.attend, list[float]()
 
     def timed(*args):
@@ -129,7 +129,7 @@ def seconds_of_attention(call, device: str) -> float:
 def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype, vllms=None) -> dict:
     """Return median milliseconds over `repeats` alternating calls with new random pixels, and ratios to refvl's."""
     patches = sum(t * h * w for t, h, w in grid)
-    frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # as transformers' model passes videos to GLM's tower
+    frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # as transformers passes videos to GLM's tower
     is_glm = isinstance(ours, Glm4vVisionTransformer)
     grid_tensor = torch.tensor(frames if is_glm else grid, device=device)
 

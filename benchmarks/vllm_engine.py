@@ -1,9 +1,9 @@
-"""A vLLM engine in this process, whose model's inputs and outputs can be observed, and the parts that two of our
-folders lack.
+"""A vLLM engine in this process, whose inputs and outputs can be observed, and parts that two shipped folders lack.
 
 Qwen's and GLM's folders load unchanged. Step3's sizes are constants in vLLM, and released MiniCPM-V folders contain
-code that ours do not: `stand_ins` replaces both by ours. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` makes
-an environment with its build for CPUs. Import this module first, because vLLM reads these variables during its import.
+code that ours lack; `stand_ins` provides both. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` creates an
+environment with its build for CPUs. Import this module before vLLM, which reads the environment variables set here
+during its import.
 """
 
 import json
@@ -40,7 +40,7 @@ def start(folder: str | Path, **options) -> Any:
         mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1,
         allowed_local_media_path=str(DATA), **options,
     )  # fmt: skip
-    if options.get("video_pruning_rate"):  # the runner for CPUs does not set this
+    if options.get("video_pruning_rate"):  # vLLM's runner for CPUs does not set this
         runner(engine).is_multimodal_pruning_enabled = True
     return engine
 
@@ -67,7 +67,7 @@ def start_tower(
     from vllm.forward_context import set_forward_context
 
     def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        own = runner(engine)  # keep the engine alive, because it empties its runner when it is deleted
+        own = runner(engine)  # keeps the engine alive, because a deleted engine empties its runner
         with set_forward_context(None, own.vllm_config):
             return own.model.visual(pixel_values, grid_thw=grid_thw)
 
@@ -80,7 +80,7 @@ def runner(engine: Any) -> Any:
 
 
 def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
-    """Record (keyword arguments, output) of each method's calls from now on; clear the record between requests."""
+    """Record (keyword arguments, output) of each method's calls from now on. Clear the record between requests."""
     model, seen = runner(engine).model, dict[str, list]()
 
     def wrap(name: str, inner: Callable) -> Callable:
@@ -98,11 +98,10 @@ def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
 
 
 class LayerWatch:
-    """Hooks on the layers of an engine's text model, which record the last prompt's inputs, and its last token after
-    each layer.
+    """Hooks on the layers of an engine's text model; they record the inputs and the last token's states of a prompt.
 
-    vLLM's layers return their update and the residual separately, and overwrite both later, so their sum is copied at
-    once.
+    vLLM's layers return their update and the residual separately, and overwrite both later, so their sum is copied
+    immediately.
     """
 
     def __init__(self, engine: Any):
@@ -140,14 +139,14 @@ def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
 
 
 def messages(prompt: str, images=(), videos=()) -> list[dict]:
-    """Return the same request for `LLM.chat`, for media that are files."""
+    """Return the same request in the form of `LLM.chat`, for media that are files."""
     media = [("image_url", path) for path in images] + [("video_url", path) for path in videos]
     content = [{"type": kind, kind: {"url": path.as_uri()}} for kind, path in media]
     return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
 
 
 def stand_ins(model: refvl.VLM) -> None:
-    """Patch vLLM for the families whose folders it does not load unchanged; do nothing for others."""
+    """Patch vLLM for families whose folders it cannot load unchanged; do nothing for other families."""
     if model.family.name.startswith("Step3"):
         _step3(model.processor.image_config)
     if model.family.name.startswith("MiniCPM-V"):
@@ -155,7 +154,7 @@ def stand_ins(model: refvl.VLM) -> None:
 
 
 def _step3(config: CropConfig) -> None:
-    """Set the sizes of our images, for which vLLM has constants of the release: 728, 504 and 3024 px."""
+    """Set our image sizes in vLLM, which has the release's sizes as constants: 728, 504 and 3024 px."""
     import vllm.model_executor.models.step3_vl as models
     import vllm.transformers_utils.processors.step3_vl as processors
 
@@ -171,7 +170,7 @@ def _step3(config: CropConfig) -> None:
 
 
 class FlatConfig(Qwen3Config):
-    """Read MiniCPM-V 4.5's config.json as the release's own code does: the text model's keys, and a vision config."""
+    """MiniCPM-V 4.5's config.json, read as by the release's own code: the text model's keys, and a vision config."""
 
     model_type = "minicpmv"
 
@@ -181,7 +180,7 @@ class FlatConfig(Qwen3Config):
 
 
 class SlicesAsReleased:
-    """Provide refvl's slices under the names of the release's own image processor, as vLLM calls them."""
+    """refvl's slices, under the names of the release's own image processor, which vLLM calls."""
 
     im_id_start, im_id_end = "<image_id>", "</image_id>"
 

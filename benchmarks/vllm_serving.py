@@ -1,15 +1,16 @@
 """Check whether a running vLLM computes the same as refvl: `python -m benchmarks.vllm_serving`, or `make test-vllm`.
 
-Every shipped folder is loaded into an engine of vLLM 0.32 on this CPU, in float32, and both get held-out scenes. Prompt
-ids, positions, the logits of the first token and the ids of the answer are compared, request by request. If the two
-differ, refvl gets vLLM's inputs - the pixels of its resize, the positions after its pruning - and has to agree then. A
-request that agrees in neither way is an error, and sets the exit status. Qwen and GLM are also asked through `LLM.chat`
-about files (`file://`): vLLM then writes the prompt, opens the image, and samples the video itself.
+Every shipped folder is loaded into an engine of vLLM 0.32 on this CPU, in float32; refvl and vLLM get the same
+questions about held-out scenes. Prompt ids, positions, the logits of the first token and the ids of the answer are
+compared, request by request. If the two differ, refvl gets vLLM's inputs (the pixels of its resize, the positions after
+its pruning), and must then agree. If a request agrees in neither way, the exit status is 1. For Qwen and GLM,
+`LLM.chat` also gets requests with files (`file://`); vLLM then builds the prompt, opens the image, and samples the
+video itself.
 
-Then the output of `refvl encode` is passed to an engine without a vision tower. With --write the results of the folders
-that were asked are written to data/measurements/vllm.json, which keeps the results of the others; `python -m
-data.training.measured` writes the table into data/README.md. `benchmarks/vllm_env.sh` makes the environment;
-`benchmarks/vllm_engine.py` explains what MiniCPM-V and Step3 need.
+Then the output of `refvl encode` is passed to an engine without a vision tower. With --write the results of the
+selected folders are written to data/measurements/vllm.json, which keeps the results of other folders; `python -m
+data.training.measured` writes the table into data/README.md. `benchmarks/vllm_env.sh` creates the environment;
+`benchmarks/vllm_engine.py` describes the patches that MiniCPM-V and Step3 need.
 """
 
 import argparse
@@ -46,16 +47,16 @@ from refvl.study.releases import text_uncounted_positions
 from refvl.study.report import Trace
 
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
-RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # of `--video-pruning-rate`
+RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # values of `--video-pruning-rate`
 TAKES_EMBEDDINGS = ("tiny-qwen2_5_vl", "tiny-minicpmv-4_5")
 UNCHANGED = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v")  # vLLM needs only the folder
-TOLERANCE = 2e-5  # as a share of the largest logit: both are float32, with different orders of additions
+TOLERANCE = 2e-5  # as a share of the largest logit: both use float32, but add in a different order
 NEW_TOKENS = 24
 ODD, TWO, BOTH = "odd sizes", "two images", "image and video"  # in addition to FILES and HANDED
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
-    """Return (kind, arguments of `chat`) of every request to a folder, with pruning for requests that it may change."""
+    """Return (kind, arguments of `chat`) of all requests to a folder; with pruning, of those that it can change."""
     if name == "tiny-step3":
         found = [(kind, asked) for kind in pages.PHRASES for _, asked in evaluate_step3.requests_for(kind, count)]
         return found + _odd_sizes(count, "Which letter is in the red box?")
@@ -78,7 +79,7 @@ def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
 
 
 def _odd_sizes(count: int, prompt: str) -> list[tuple[str, dict]]:
-    """Return pieces of a photo, of any size and ratio, which have to be resized."""
+    """Return requests about parts of a photo, whose sizes and aspect ratios require a resize."""
     rng, photo = np.random.default_rng(7), np.asarray(Image.open(DATA / "pictures" / "coffee.jpg").convert("RGB"))
     found = []
     for _ in range(count):
@@ -102,14 +103,14 @@ def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
 
 
 def same_tokens(model: refvl.VLM, ours: Tensor, theirs: list[int]) -> bool:
-    """Return whether two prompts are equal; vLLM writes the frames of GLM's videos with the token of images."""
+    """Return whether two prompts are equal; vLLM writes the frames of GLM's videos with the image token."""
     if model.family.name.startswith("GLM"):
         ours = torch.where(ours == model.token_ids["video"], model.token_ids["image"], ours)
     return ours.tolist() == theirs
 
 
 def positions_of(seen: dict, q: float, length: int) -> Tensor | None:
-    """Return (3, L), the positions in vLLM's language model; None if it counts tokens one by one."""
+    """Return (3, L), the positions in vLLM's language model, or None if they are token indices."""
     if q:
         calls = seen.get("recompute_mrope_positions", [])
         found = [output[1] for given, output in calls if given["num_computed_tokens"] == 0]
@@ -144,7 +145,7 @@ def as_given(model: refvl.VLM, trace: Trace, seen: dict, positions: Tensor | Non
 
 
 def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: float = 0.0) -> dict:
-    """Return what is equal in both, and how far the logits of the first token differ, as a share of the largest."""
+    """Return which results agree, and the largest difference of the first logits as a share of the largest logit."""
     said, ids = output.outputs[0], output.prompt_token_ids
     theirs = torch.tensor([said.logprobs[0][token].logprob for token in range(len(said.logprobs[0]))])
 
@@ -180,7 +181,7 @@ def _same_kept(trace: Trace, seen: dict) -> bool:
 
 
 def ask(name: str, q: float, count: int) -> list[dict]:
-    """Return the rows of a folder at a pruning rate, one per kind of request."""
+    """Run a folder's requests at a pruning rate; return one row per kind of request."""
     from vllm import SamplingParams
 
     model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
@@ -203,7 +204,7 @@ def ask(name: str, q: float, count: int) -> list[dict]:
 
 
 def hand_over(name: str, count: int) -> list[dict]:
-    """Pass the output of `refvl encode` to an engine that has loaded no vision tower."""
+    """Pass the output of `refvl encode` to an engine without a vision tower; return one row per kind of request."""
     from vllm import SamplingParams
 
     model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
@@ -235,7 +236,7 @@ def hand_over(name: str, count: int) -> list[dict]:
 
 
 def summed_up(kind: str, q: float, compared: list[dict]) -> dict:
-    """Return one row: the number of requests, how many agree in each respect, and the largest distance of logits."""
+    """Return one row: the number of requests, how many agree in each respect, and the largest difference of logits."""
     row = {"kind": kind, "q": q, "asked": len(compared)}
     for what in ("prompt", "positions", "answer", "kept", "positions_as_upstream"):
         if what in compared[0]:
@@ -245,7 +246,7 @@ def summed_up(kind: str, q: float, compared: list[dict]) -> dict:
 
 
 def missed(rows: list[dict]) -> list[str]:
-    """Return the kinds in which a request is neither equal nor explained."""
+    """Return the kinds in which some request neither agrees nor is explained."""
     whole = ("same_prompt", "agree", "same_kept", "positions_as_upstream")
     wrong = [row for row in rows if any(row.get(what, row["asked"]) != row["asked"] for what in whole)]
     return [f"{row['kind']} at q={row['q']:g}" for row in wrong]
@@ -269,7 +270,7 @@ def keep(name: str, count: int, rows: list[dict]) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", type=int, default=5, help="requests of each kind; a third of it with two media")
+    parser.add_argument("-n", type=int, default=5, help="requests of each kind; a third as many with two media")
     parser.add_argument("--model", choices=FOLDERS, action="append", help="only this folder; may be repeated")
     parser.add_argument("--write", action="store_true", help="keep the results under data/measurements")
     args = parser.parse_args()
@@ -286,7 +287,7 @@ def main():
         if args.write:
             keep(name, args.n, rows)
     if failures:
-        raise SystemExit(f"neither the same nor explained: {'; '.join(failures)}")
+        raise SystemExit(f"requests that neither agree nor are explained: {'; '.join(failures)}")
 
 
 if __name__ == "__main__":

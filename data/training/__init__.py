@@ -1,1 +1,1 @@
-"""The scripts that made the small models: scenes and pages, training, evaluation. Run them from the repository."""
+"""The scripts behind the small models: scenes and pages, training, evaluation. Run them from the repository."""

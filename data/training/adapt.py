@@ -1,8 +1,8 @@
 """Teach a tiny model new words with a LoRA adapter: the functions of notebook 13.
 
 The new words are a colour, "orange", and a shape, "ring", which no shipped model has seen or said. A scene is drawn as
-usual, and then its first object gets one of the new words, so only that word distinguishes new from old. Questions,
-prompts and their layout are those of the training (`tiny_model.py`), and the weights are those of a loaded `VLM`; the
+usual, and then its first object gets the new colour or shape, so new and old scenes differ in nothing else. Questions,
+prompts and their layout are those of the training (`tiny_model.py`). The weights are those of a loaded `VLM`; only the
 layers that PEFT inserts are trained.
 """
 
@@ -21,13 +21,13 @@ from data.training import scenes
 from data.training.tiny_family import find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
-NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word of its answer
+NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the new word that answers it
 RGB = (240, 130, 30)
-POOL = 256  # scenes that are drawn repeatedly, with different questions
+POOL = 256  # the number of scenes, which are reused with different questions
 
 
 def new_scene(split: str, index: int, kind: str) -> scenes.Scene:
-    """Draw scene number `index` of a split whose first object is orange, or a ring."""
+    """Draw scene number `index` of a split, with an orange first object or a ring as its first object."""
     scene = scenes.draw_scene(split, index, objects=(1, 3))
     first = scene.things[0]
     if kind == "color":
@@ -40,7 +40,7 @@ def new_scene(split: str, index: int, kind: str) -> scenes.Scene:
 
 @dataclass
 class Pupil:
-    """A loaded model in its form for training: the same modules, fed with batches of scenes and questions."""
+    """A loaded model in a form for training: the same modules, which accept batches of scenes and questions."""
 
     vlm: refvl.VLM
     builder: PromptBuilder
@@ -58,7 +58,7 @@ class Pupil:
         return cls(vlm, PromptBuilder(family, tokenizer, config), model)
 
     def batch(self, drawn: list[scenes.Scene], questions: list[list[scenes.Question]]) -> Batch:
-        """Build images with the same number of questions each."""
+        """Build a batch of images, with the same number of questions about each."""
         pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
         return self.builder.batch(pixels[:, None], questions)
 
@@ -69,7 +69,7 @@ class Pupil:
 
 
 def draw_questions(scene: scenes.Scene, kind: str, rng: np.random.Generator) -> list[scenes.Question]:
-    """Return a question that the new word answers, one that contains it, and one about any object in the image."""
+    """Draw three questions: one that the new word answers, one that contains it, and one about any object."""
     found = scenes.all_questions(scene)
     answered = [q for k in (kind, f"{kind}_at") for q in found.get(k, ()) if q.answer == NEW[kind]]
     asking = [q for q in found["place"] if NEW[kind] in q.text]
@@ -78,7 +78,7 @@ def draw_questions(scene: scenes.Scene, kind: str, rng: np.random.Generator) -> 
 
 
 def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
-    """Build `count` scenes with three questions each; a share `replay` of them is old, without the new words."""
+    """Build a batch of `count` scenes with three questions each; a share `replay` of them has no new word."""
     rng = np.random.default_rng([scenes.SEED, step])
     drawn, asked = [], []
     for i in range(step * count, (step + 1) * count):
@@ -114,11 +114,10 @@ def adapt(
 
 @torch.no_grad()
 def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
-    """Return the share of `count` held-out scenes with a correct answer to one question; every token is the most likely
-    one.
+    """Return the share of correct answers to one question about each of `count` held-out scenes, decoded greedily.
 
-    what: "color" or "shape", for answers with the new word; "place" of the new objects; "old": the scenes and questions
-        of the first training, about colour, shape and place.
+    what: "color" or "shape", for answers with the new word; "place": the places of new objects; "old": scenes and
+    questions of the first training, about colour, shape and place.
     """
     rng, drawn, asked = np.random.default_rng(count), [], []
     for index in range(count):

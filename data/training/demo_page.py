@@ -1,7 +1,7 @@
 """Write the page for the demo's questions: `python -m data.training.demo_page`.
 
-It comes from the split "demo", which is used neither for training nor for measurements: the first page with three
-boxes, little noise, and a red box among them.
+The split "demo" is used neither for training nor for measurements. The page is the first one of that split with little
+noise and three boxes, one of them red.
 """
 
 from PIL import Image

@@ -1,8 +1,7 @@
 """Write the scenes for the questions of the demo and the notebooks: `python -m data.training.demo_scenes`.
 
-They come from the split "demo", which is used neither for training nor for measurements: the first image of four
-objects and the first video of three in which exactly one object is a circle. In the video, the circle moves across the
-grid.
+The split "demo" is used neither for training nor for measurements. The scenes are the first image of four objects and
+the first video of three objects in which exactly one is a circle. In the video, the circle moves across the grid.
 """
 
 from pathlib import Path
@@ -34,7 +33,7 @@ def _circles(scene: scenes.Scene) -> int:
 
 
 def write_clip(frames: np.ndarray, path: Path) -> None:
-    """Encode (T, H, W, 3) uint8 as H.264 at the frame rate of the scenes; sides must be even."""
+    """Encode (T, H, W, 3) uint8 frames as H.264, at the frame rate of the scenes; height and width must be even."""
     import av
 
     with av.open(str(path), "w") as container:

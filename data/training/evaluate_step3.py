@@ -2,8 +2,8 @@
 
 Pages of the held-out split "test" go through `refvl.load(folder).chat_batch(...)`: first with crops, then the same
 pages and questions with the overview alone. Then come questions in other spellings, about boxes that do not exist, and
-off-topic questions. An answer counts if the text is the expected one, letter by letter. The command exits with an error
-if a goal is missed; `--write` saves the shares as JSON.
+off-topic questions. An answer counts as correct only if its text is exactly the expected one. The command exits with an
+error if a goal is missed. `--write` saves the shares of correct answers as JSON.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def evaluate(model: refvl.VLM, kind: str, count: int, *, split: str = "test", ba
 
 
 def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
-    """Return the questions that miss their goal: with crops 99 %; without, letters at chance and the rest 95 %."""
+    """Return the kinds that miss their goal: 99 % with crops; without crops, chance for letters and 95 % for the rest."""
     kinds = []
     for kind, row in accuracy.items():
         least = 0.95 if kind in OTHERS else 0.99
@@ -68,7 +68,7 @@ def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
 
 
 def set_crops(model: refvl.VLM, enabled: bool) -> None:
-    """Evaluate with crops, or with overviews only; nothing else in the model or the prompt changes."""
+    """Switch crops on or off; nothing else in the model or the prompt changes."""
     model.processor.image_config = replace(model.processor.image_config, enable_crops=enabled)
 
 

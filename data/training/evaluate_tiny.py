@@ -1,10 +1,9 @@
-"""Measure how often a tiny model is correct, through the public path: `python -m data.training.evaluate_tiny --model
-qwen2_5_vl`.
+"""Measure a tiny model's accuracy through the public path: `python -m data.training.evaluate_tiny --model qwen2_5_vl`.
 
 Scenes of the held-out split "test" go through `refvl.load(folder)`: preprocessing, tower, pruning, prompt, greedy
-decoding, text. An answer counts if the text is the expected one, letter by letter. Some kinds of questions are asked
-again after a change of the input - positions, timestamps, temporal ids, the order of slices - and the answer has to
-change with it. Other questions are spelt differently, are about things that do not exist, or are off topic.
+decoding, text. An answer counts as correct only if its text is exactly the expected one. Some kinds of questions are
+asked again after a change of the input (positions, timestamps, temporal ids, or the order of slices), and the answer
+has to change with it. Some questions are spelt differently, are about things that do not exist, or are off topic.
 
 Every kind has a goal (`GOALS`); the command exits with an error if one is missed. `--curve` repeats the motion
 questions at several EVS pruning rates, with the time to the first token of one video; `--write FILE` saves everything
@@ -62,18 +61,18 @@ GOALS = {  # kind of question -> minimum and maximum share of correct answers
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
     "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, packs exchanged as they are": (0.9, 1.0),  # the change cannot be read, so the answer has to stay the same
+    "motion, packs exchanged as they are": (0.9, 1.0),  # the model cannot see this change, so the answer has to stay the same
     "place, slices exchanged": (0.95, 1.0),
     "other spellings": (0.95, 1.0),
-    "what is there": (0.80, 1.0),  # one or two objects by name, more by number; see other_scenes.py
+    "what is there": (0.80, 1.0),  # answers name one or two objects, or count more; see other_scenes.py
     "not there": (0.95, 1.0),
     "everyday": (0.95, 1.0),
     "everyday, no image": (0.95, 1.0),
 }
-PACKED_GOALS = {"motion": (0.95, 1.0)}  # only the order inside packs indicates it here
+PACKED_GOALS = {"motion": (0.95, 1.0)}  # here, only the order within packs shows the motion
 
 
-EXCHANGES = {  # kind of question -> frames of the video, and how their times are exchanged (`draw_times`)
+EXCHANGES = {  # kind of question -> frames of the video, and the way in which their times are exchanged (`draw_times`)
     "motion, times exchanged in a pack": ((0, 3, 5), "all"),
     "motion, times exchanged between packs": (WHOLE, "all"),
     "motion, packs exchanged as they are": (WHOLE, "packs"),
@@ -82,10 +81,9 @@ EXCHANGES = {  # kind of question -> frames of the video, and how their times ar
 
 @dataclass(frozen=True)
 class Request:
-    """index: the scene's number in its split. arguments: of `VLM.chat`. change: a function that changes the prompt when
-    it is ready.
+    """A question to the model. index: the scene's number in its split. arguments: those of `VLM.chat`.
 
-    replace: stages of `VLM.trace` whose results are replaced.
+    change: a function that changes the finished prompt. replace: the argument of `VLM.trace`.
     """
 
     index: int
@@ -105,14 +103,14 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Off topic, any sentence is correct that ends in what to ask, or says that an object does not exist."""
+        """Whether the answer is correct. Off topic, it must end with what to ask, or say that an object does not exist."""
         if self.question.kind == "everyday":
             return self.said.endswith(self.question.answer) or self.said.startswith("There is no ")
         return self.said == self.question.answer
 
 
 def kinds_of(family: TinyFamily) -> list[str]:
-    """The measurements of one family."""
+    """Return the kinds of questions that are measured for a family."""
     kinds = list(family.kinds)
     kinds += [SHUFFLED] if "change" in family.clips else []
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
@@ -133,9 +131,9 @@ def kinds_of(family: TinyFamily) -> list[str]:
 def requests_for(
     kind: str, count: int, split: str = "test", first: int = 0, *, clips: bool = True
 ) -> list[Request]:  # fmt: skip
-    """Draw `count` questions of one kind about the scenes from number `first` of a split.
+    """Draw `count` questions of one kind about scenes of a split, from number `first` on.
 
-    clips: whether half of the questions that suit images and videos are about videos.
+    clips: whether half of the questions that fit both images and videos are about videos.
     """
     if kind.startswith("everyday"):
         return _beside_the_point(kind, min(count, len(everyday.held_out())), split, first, clips)
@@ -173,7 +171,7 @@ def media_of(scene: scenes.Scene) -> dict[str, list]:
 
 
 def sampled_clip(scene: scenes.Scene, source_fps: int = 24) -> Video:
-    """Return a scene's frames as if a longer video had been sampled for half a second at each of its timestamps."""
+    """Return a scene's frames as a video sampled from a longer one, two frames within half a second at each timestamp."""
     indices = tuple(second * source_fps + half * source_fps // 2 for second in scene.seconds for half in (0, 1))
     total = (max(scene.seconds) + 1) * source_fps
     return Video(scenes.render(scene), scenes.FPS, float(source_fps), indices, total, total / source_fps)
@@ -198,7 +196,7 @@ def _plain(kind: str, split: str, index: int) -> Request | None:
 
 
 def _respelled(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
-    """Spell a question that all families know in British English, in different case, without the question mark."""
+    """Draw a question that all families know, and spell it differently; see `everyday.respell`."""
     known = ("color", "shape", "place", "motion")[: 3 + clips]
     request = _plain(known[index % len(known)], split, index)
     if request is None:
@@ -230,7 +228,7 @@ def _beside_the_point(kind: str, count: int, split: str, first: int, clips: bool
 
 
 def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
-    """Return the same frames and timestamps, with each step at the timestamp of another step."""
+    """Draw a video and give each step the timestamp of a different step; frames and timestamps are the same."""
     scene = scenes.draw_change(split, index)
     turned = np.roll(scene.seconds, int(_rng(split, index).integers(1, scenes.STEPS)))  # no step has its own timestamp
     scene = replace(scene, seconds=tuple(turned.tolist()))
@@ -238,7 +236,7 @@ def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
 
 
 def _mirrored(scene: scenes.Scene, is_mirrored: bool, split: str, index: int) -> scenes.Question | None:
-    """Draw questions about an object off the diagonal: the answer is its mirrored place, or the true one."""
+    """Draw a question about an object off the diagonal, answered by its mirrored place or by the true one."""
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if scenes.TRANSPOSED[place] == place:
@@ -255,8 +253,7 @@ def _swapped(kind: str, split: str, index: int) -> Request | None:
 
 
 def transposed_table(table: Tensor) -> Tensor:
-    """Exchange rows and columns of a square position table of shape (S * S, D), (1 + S * S, D) with a class token
-    first, or (1, S * S, D).
+    """Exchange the rows and columns of a square position table.
     """
     flat = table.flatten(0, -2)
     side = math.isqrt(len(flat))
@@ -277,7 +274,7 @@ def _table_zeroed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _resized(kind: str, split: str, index: int) -> Request | None:
-    """Draw a scene, resized to each of `SIZES` in turn."""
+    """Draw a scene, resized to one of `SIZES`, which alternate."""
     scene = scenes.draw_scene(split, index)
     image = Image.fromarray(scenes.render(scene)).resize(SIZES[index % len(SIZES)], Image.Resampling.BICUBIC)
     return _request(index, _pick(scene, "color", split, index), {"images": [image]})
@@ -298,7 +295,7 @@ def _reversed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _replace_media(trace: Trace, change: Callable) -> Trace:
-    """Change the positions (3, n) of the only media item; for a sliced one, with all of its separators."""
+    """Change the positions (3, n) of the only media item, including all separators if it is sliced."""
     first, last, positions = trace.spans[0], trace.spans[-1], trace.positions.clone()
     marks = int(first is not last)
     part = slice(first.offset - marks, last.offset + last.num_tokens + marks)
@@ -307,7 +304,7 @@ def _replace_media(trace: Trace, change: Callable) -> Trace:
 
 
 def _text_positions(kind: str, split: str, index: int) -> Request | None:
-    """Count all tokens one by one on every axis."""
+    """Draw a question whose prompt has the index of each token as its position on every axis."""
     scene = scenes.draw_scene(split, index)
 
     def change(_, trace: Trace) -> Trace:
@@ -317,7 +314,7 @@ def _text_positions(kind: str, split: str, index: int) -> Request | None:
 
 
 def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
-    """Exchange the slices' positions on the canvas, with their separators; tokens and their order do not change."""
+    """Exchange the positions of slices and their separators on the canvas; tokens and their order do not change."""
     scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(len(scenes.PLACES))
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
@@ -328,7 +325,7 @@ def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
 
 
 def exchange_places(trace: Trace, order: Sequence[int]) -> Trace:
-    """Change the prompt of a sliced image: slice i gets the position of slice order[i]. All slices have one size."""
+    """Give slice i of an image the positions of slice order[i]; all slices have the same size."""
     positions, slices = trace.positions.clone(), trace.spans[1:]
     columns = torch.stack([span.offset - 1 + torch.arange(span.num_tokens + 2) for span in slices])
     positions[:, columns.flatten()] = trace.positions[:, columns[torch.as_tensor(order)].flatten()]
@@ -347,7 +344,7 @@ def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
 
 
 def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
-    """Reorder the slices after their overview, with their sizes and separators."""
+    """Draw a question about an image whose slices, with their sizes and separators, are in a different order."""
     scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(4)
     places = scenes.places_of_slices(order)
     question = _pick(scene, "place", split, index)
@@ -359,7 +356,7 @@ def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
 
 
 def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
-    """Build the prompt of one sliced image whose slices are in a different order."""
+    """Build the prompt of one sliced image with its slices in the given order."""
     [patches] = trace.patches
     rows = list(patches.pixel_values.split([h * w for group in patches.layout for h, w in group.slices]))
     places = [0, *(1 + int(i) for i in order)]
@@ -402,7 +399,7 @@ def share(asked: list[Asked]) -> float:
 
 
 def goal_of(family: TinyFamily, kind: str) -> tuple[float, float]:
-    """Return the minimum and maximum share of correct answers."""
+    """Return the minimum and maximum share of correct answers for a kind of question."""
     return (GOALS | PACKED_GOALS if family.packing else GOALS)[kind]
 
 
@@ -419,7 +416,7 @@ def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: int = 15) -> dict[float, float]:
-    """Return the median over alternating repeats of one video; the first round is a warm-up and does not count."""
+    """Return the median seconds at each rate, for one video; rates alternate, and the first round is a warm-up."""
     request = requests_for("motion", 1)[0].arguments
     times: dict[float, list[float]] = {q: [] for q in rates}
     for _ in range(repeats + 1):
@@ -429,7 +426,7 @@ def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: 
 
 
 def pruning_curve(model: refvl.VLM, count: int) -> list[dict]:
-    """Return motion accuracy, prompt length and relative time to the first token at each rate."""
+    """Return the accuracy on motion, the prompt length and the relative time to the first token at each rate."""
     seconds = seconds_to_first_token(model, RATES)
     request = requests_for("motion", 1)[0].arguments
     rows = []
@@ -460,15 +457,15 @@ def versions() -> dict[str, str]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*family_names(), *UNTRAINED], default=DEFAULT)
-    parser.add_argument("--checkpoint", type=Path, help="another folder than the one that ships")
+    parser.add_argument("--checkpoint", type=Path, help="a folder other than the shipped one")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")
     parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of videos")
     parser.add_argument("--split", default="test", choices=[s for s in scenes.SPLITS if s != "train"])
     parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--dtype", default="auto", help="of the computation; the weights are stored in bfloat16")
-    parser.add_argument("--curve", action="store_true", help="also motion against the pruning rate")
-    parser.add_argument("--write", type=Path, nargs="?", const=Path(), help="JSON file (default in data/measurements)")
+    parser.add_argument("--dtype", default="auto", help="dtype of the computation; the weights are stored in bfloat16")
+    parser.add_argument("--curve", action="store_true", help="also measure motion at several pruning rates")
+    parser.add_argument("--write", type=Path, nargs="?", const=Path(), help="JSON file to write (default: in data/measurements)")
     parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""Everyday sentences that people may send to a model that knows only scenes, and the ways in which they spell them.
+"""Everyday sentences that people may send to a model that knows only scenes, in various spellings.
 
 A tiny model answers everything outside its training with one sentence that names the questions it can answer. It
 therefore sees such inputs in training: sentences built from the lists below, words in random order, strings that are no
-words, and nothing at all. `everyday_held_out.txt` contains 300 sentences for the evaluation, written by someone who had
+words, and empty prompts. `everyday_held_out.txt` contains 300 sentences for the evaluation, written by someone who had
 not seen these lists; `draw` rejects them, so none can be drawn here.
 
 >>> rewrite("What color is the circle?", british=True, case="lower", mark=False)
@@ -119,13 +119,13 @@ CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 
 
 def normal(text: str) -> str:
-    """Return a text without case, punctuation and repeated spaces: two texts that agree in it are the same sentence."""
+    """Return a text without case, punctuation and repeated spaces, to find out whether two texts are the same sentence."""
     return " ".join(re.findall(r"\w+", text.lower())) or text.strip()
 
 
 @cache
 def held_out() -> tuple[str, ...]:
-    """Return the sentences of the evaluation, as written."""
+    """Return the sentences for the evaluation, as written."""
     return tuple(HELD_OUT.read_text().splitlines())
 
 
@@ -142,7 +142,7 @@ def words() -> tuple[str, ...]:
 
 
 def tokenizer_texts() -> list[str]:
-    """Return the text from which a tokenizer learns other words: common words get tokens, rare ones pieces."""
+    """Return texts from which a tokenizer learns everyday words: common words become tokens, rare ones several pieces."""
     return [*SENTENCES, *VERBS, *MEDIA, *(text.format(x="dog") for text in ABOUT_NOUNS)]
 
 
@@ -169,27 +169,27 @@ def draw(rng: np.random.Generator) -> str:
 
 
 def vary(text: str, rng: np.random.Generator) -> str:
-    """Spell a question as others do: British or American, in any case, without its mark; half of the time, as it is."""
+    """Vary a question's spelling half of the time: British or American, in any case, with or without its question mark."""
     if rng.random() < 0.5:
         return text
     return rewrite(text, british=rng.random() < 0.5, case=_pick(rng, tuple(CASES)), mark=rng.random() < 0.5)
 
 
 def respell(text: str, rng: np.random.Generator) -> str:
-    """Spell a question of the evaluation differently: British, in different case, mostly without its question mark."""
+    """Vary the spelling of a question in the evaluation: sometimes British, in any case, mostly without its question mark."""
     british, case = bool(rng.random() < 0.5), str(rng.choice(list(CASES)))
     return rewrite(text, british=british, case=case, mark=bool(rng.random() < 0.3))
 
 
 def rewrite(text: str, *, british: bool = False, case: str = "as is", mark: bool = True) -> str:
-    """case: one of `CASES`; mark: whether to keep the question mark."""
+    """Return a text in a different spelling. case: one of `CASES`; mark: whether to keep the question mark."""
     for american, spelling in BRITISH.items() if british else ():
         text = text.replace(american, spelling)
     return CASES[case](text if mark else text.rstrip("?"))
 
 
 def _punctuate(rng: np.random.Generator, text: str) -> str:
-    """Vary a text by capital or small letters and one of several endings."""
+    """Vary the capital letters and the ending of a text."""
     how = rng.random()
     text = text[:1].upper() + text[1:] if how < 0.5 else text.upper() if how > 0.92 else text
     ending = _pick(rng, ("", "", "?", "?", ".", ".", "!", " please", "..."))

@@ -14,11 +14,11 @@ README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- mea
 OTHER_BEGIN, OTHER_END = "<!-- other scenes: begin -->\n", "<!-- other scenes: end -->"
 BOXES_BEGIN, BOXES_END = "<!-- boxes: begin -->\n", "<!-- boxes: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
-FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM that have their own line
+FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM that get a line of their own
 
 
 def tables() -> str:
-    """Return Markdown: scenes by family, then pages with and without crops, in percent."""
+    """Return Markdown tables of accuracy in percent: scenes by family, then pages with and without crops."""
     families = [find_family(name) for name in family_names()]
     measured = {family.folder.name: json.loads(family.measurements.read_text()) for family in families}
     rows = [["question", *(f"`{name}`" for name in measured), "goal"], ["---"] * (len(measured) + 2)]
@@ -39,7 +39,7 @@ def tables() -> str:
 
 
 def in_vllm() -> str:
-    """Return Markdown: what is equal in a running vLLM, a line per folder and way of asking."""
+    """Return a Markdown table of agreement with a running vLLM, with one line per folder and kind of request."""
     lines = ["| in vLLM | requests | prompts | positions | answers | logits | given the same |", f"|{' --- |' * 7}"]
     for name, record in json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"].items():
         older = " (earlier weights)" * (record["weights_sha256"] != digest(DATA / "checkpoints" / name))
@@ -59,7 +59,7 @@ def in_vllm() -> str:
 
 
 def of_boxes() -> str:
-    """Return Markdown: how far the boxes in answers overlap with the painted ones."""
+    """Return a Markdown table of the overlap between boxes in answers and painted boxes."""
     record = json.loads((DATA / "measurements" / "boxes.json").read_text())
     columns = {
         "mean IoU": "mean_iou",
@@ -75,7 +75,7 @@ def of_boxes() -> str:
 
 
 def of_other_scenes() -> str:
-    """Return Markdown: the share of correct answers to one kind of question over several draws of scenes."""
+    """Return a Markdown table of the share of correct answers to one kind of question, over several draws of scenes."""
     record = json.loads(other_scenes.FILE.read_text())
     seeds, n = len(other_scenes.SEEDS), record["n"]
     header = [f"{record['kind']}, {seeds} draws of {n:,}", "lowest draw", "highest draw", "all", "95 % interval of all"]

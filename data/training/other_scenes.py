@@ -1,7 +1,7 @@
-"""Ask the tiny models what is there in scenes of other seeds: `python -m data.training.other_scenes --write`.
+"""Ask tiny models "what is there" about scenes of several seeds: `python -m data.training.other_scenes --write`.
 
-This kind of question has the fewest correct answers, so one draw of scenes says least about it. Each seed draws 1,000
-new scenes, none of which was used for training or for choosing the recipe.
+This kind of question has the fewest correct answers, so its accuracy varies most between draws of scenes. Each seed
+draws 1,000 new scenes, none of which was used for training or for choosing the recipe.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main():
 
 
 def write(name: str, weights: str, seed: int, right: int) -> None:
-    """Add one draw of one model to the file; draws of other weights are dropped."""
+    """Add one draw of one model to the file; drop draws made with different weights."""
     record = json.loads(FILE.read_text()) if FILE.is_file() else {"kind": KIND, "n": COUNT, "models": {}}
     known = record["models"].get(name, {"weights_sha256": weights, "right": {}})
     draws = known["right"] if known["weights_sha256"] == weights else {}

@@ -1,9 +1,9 @@
 """Pages with small print, for the tiny Step3: coloured boxes, each with a white letter of 5 x 5 px.
 
-A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. One to three
-boxes are on it, in different quarters. The overview shows where a box is and which colour it has; only a crop shows
-which letter it contains. Every letter has nine pixels, so all letters lighten the blurred box alike. A page is a
-function of (split, index) alone.
+A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. A page
+contains one to three boxes, in different quarters. The overview shows where a box is and which colour it has; only a
+crop shows which letter it contains. Every letter has nine white pixels, so all letters brighten the blurred box
+equally. A page is a function of (split, index) alone.
 
 >>> render(draw_page("test", 0)).shape
 (224, 224, 3)
@@ -29,7 +29,7 @@ LETTERS = {
 COLORS = {"red": (210, 30, 30), "green": (20, 150, 40), "blue": (35, 60, 220), "black": (25, 25, 30)}
 WHITE = 250
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-PHRASES = {  # {x} is a colour, or a place if the question asks for the colour
+PHRASES = {  # {x} is a colour, or a place if the question is about the colour
     "letter": ("Which letter is in the {x} box?", "What letter does the {x} box hold?"),
     "place": ("Where is the {x} box?",),
     "color": ("What color is the box in the {x}?",),
@@ -39,7 +39,7 @@ HELP = "Ask me about the letter, color or place of a box."  # the answer to all 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """letter: a letter of `LETTERS`; color: a colour of `COLORS`; corner: (x, y) of its top left pixel."""
+    """A box on a page. letter: one of `LETTERS`; color: one of `COLORS`; corner: (x, y) of its top left pixel."""
 
     letter: str
     color: str
@@ -68,13 +68,13 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    kind: str  # of `PHRASES`
+    kind: str  # a key of `PHRASES`
     text: str
     answer: str
 
 
 def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
-    """Draw page number `index` of a split. crowded: put a box into most windows, to teach a tower to read crops."""
+    """Draw page number `index` of a split. crowded: whether to put a box into most windows, from which a tower learns to read crops."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     rng = np.random.default_rng([SEED, SPLITS[split], index, crowded])
@@ -82,7 +82,7 @@ def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
         windows = [w for w in range(WINDOWS**2) if rng.random() < 0.7]
         colors = rng.choice(list(COLORS), len(windows))
     else:
-        quarters = rng.permutation(4)[: int(rng.integers(1, 4))]  # boxes in different quarters, each in one of four
+        quarters = rng.permutation(4)[: int(rng.integers(1, 4))]  # a different quarter for each of one to three boxes
         windows = [
             2 * (q // 2) * WINDOWS + 2 * (q % 2) + int(rng.choice([0, 1, WINDOWS, WINDOWS + 1])) for q in quarters
         ]
@@ -97,7 +97,7 @@ def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
 
 
 def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
-    """Draw a position anywhere in the window, but inside one patch."""
+    """Draw a box anywhere in a window, but within one patch."""
     row, column = divmod(window, WINDOWS)
     cell_x, cell_y = rng.integers(0, WINDOW // CELL, 2)
     dx, dy = rng.integers(0, CELL - BOX + 1, 2)
@@ -107,7 +107,7 @@ def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
 
 
 def render(page: Page) -> np.ndarray:
-    """Render (224, 224, 3) uint8; the same page always gives the same pixels."""
+    """Render a page as (224, 224, 3) uint8; the same page always gives the same pixels."""
     noise = np.random.default_rng(page.noise_seed).standard_normal((SIDE, SIDE, 3), dtype=np.float32)
     canvas = np.float32(page.background) + page.noise * noise
     for box in page.boxes:
@@ -119,7 +119,7 @@ def render(page: Page) -> np.ndarray:
 
 
 def crop_labels(page: Page) -> np.ndarray:
-    """Return (16, 2) int64: letter and colour in each window, 0 for none."""
+    """Return (16, 2) int64: the letter and the colour in each window, 0 for none."""
     labels = np.zeros((WINDOWS**2, 2), dtype=np.int64)
     for box in page.boxes:
         labels[box.window] = 1 + list(LETTERS).index(box.letter), 1 + list(COLORS).index(box.color)
@@ -127,7 +127,7 @@ def crop_labels(page: Page) -> np.ndarray:
 
 
 def quarter_labels(page: Page) -> np.ndarray:
-    """Return (4, 2) int64: the same for each quarter of a page that is not crowded."""
+    """Return (4, 2) int64: the letter and the colour in each quarter of a page that is not crowded."""
     labels = np.zeros((4, 2), dtype=np.int64)
     for box in page.boxes:
         labels[PLACES.index(box.place)] = (

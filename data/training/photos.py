@@ -1,6 +1,7 @@
-"""The shipped photographs and video, which the tiny models memorise, in random crops.
+"""Random crops of the shipped photographs and video, which the tiny models memorise.
 
-There are only five photographs and one video, so the models learn to recognise these and nothing about cats in general.
+There are only five photographs and one video, so the models learn to recognise these and learn nothing about cats in
+general.
 """
 
 from functools import cache
@@ -22,11 +23,11 @@ PICTURES = {
 }
 CLIP, CLIP_ANSWER = "bigbuckbunny.mp4", "a rabbit"
 SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width) of most images after they are resized
-CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th of 25 frames per second, about 2 per second
+CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th frame at 25 frames per second, about 2 per second
 
 
 def seconds(frames: int) -> tuple[float, ...]:
-    """Return the times of the temporal patches in `frames` frames of the video."""
+    """Return the timestamps of the temporal patches in `frames` frames of the video."""
     return tuple(i * CLIP_STEP / 25 for i in range(0, frames, 2))
 
 
@@ -41,7 +42,7 @@ def picture(name: str) -> Image.Image:
 
 @cache
 def clip_frames() -> list[Image.Image]:
-    """Return all frames, at the size to which a video of this shape is resized."""
+    """Return all frames of the video, at the size to which the processor resizes them."""
     frames = load_video(DATA / "clips" / CLIP, fps=25.0).frames
     return [Image.fromarray(frame).resize((160, 90), Image.Resampling.BICUBIC) for frame in frames]
 
@@ -67,7 +68,7 @@ def _question(kind: str, answer: str, rng):
 
 
 def _crop(images: list[Image.Image], size: tuple[int, int], rng) -> np.ndarray:
-    """Cut one random part out of each image (at least 70 % of either side), mirrored half of the time: (T, H, W, 3)."""
+    """Return a random crop of each image, (T, H, W, 3): at least 70 % of either side, mirrored half of the time."""
     (width, height), (keep_x, keep_y) = images[0].size, rng.uniform(0.7, 1, 2)
     keep_x, keep_y = (1.0, 1.0) if rng.random() < 0.2 else (keep_x, keep_y)
     left, top = rng.uniform(0, 1 - keep_x) * width, rng.uniform(0, 1 - keep_y) * height

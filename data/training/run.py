@@ -1,8 +1,9 @@
-"""The training of any tiny model: two processes, their averaged gradients, state, log and checkpoint.
+"""The training of any tiny model: two processes that average gradients, and the state, log and checkpoint of a run.
 
-Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes with one thread
-each take half of the examples and average their gradients, because the operations are too small to be split. The input
-of a step depends only on (seed, step, worker), so a run that was stopped continues as if it had not been.
+Muon updates matrices, and AdamW updates everything else. The learning rate rises linearly, then falls to zero as a
+cosine. Two processes with one thread each take half of the examples and average their gradients, because the operations
+are too small for several threads. The input of a step depends only on (seed, step, worker), so a stopped run continues
+as if it had never been stopped.
 
 The log of a run is next to its weights. Its first line is the recipe. Each following line is a measurement on the
 split "select", with the digest of the weights at that step; the last digest is that of the weights in the folder.
@@ -30,7 +31,7 @@ WORKERS = 2
 
 
 class Trainer:
-    """One of the workers; all of them have the same weights.
+    """One worker of a training run; all workers have the same weights.
 
     A subclass sets `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and defines the
     `losses` of a step and `measure`. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
@@ -40,13 +41,13 @@ class Trainer:
     tokenizer: Any
     config: dict
     learner: nn.Module
-    weights_file = "model.safetensors"  # of the folder
+    weights_file = "model.safetensors"  # in the checkpoint's folder
 
     def __init__(self, family, recipe, rank: int):
         self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
 
     def start(self) -> None:
-        """Set the kernel of `learner`'s linear layers, as `refvl.load` chooses it, and the optimizers."""
+        """Choose the kernel of `learner`'s linear layers as `refvl.load` does, and build the optimizers."""
         use_faster_linear(self.learner)
         self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
         self.peaks = [group["lr"] for group in self._groups()]
@@ -56,7 +57,7 @@ class Trainer:
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
-        """Measure accuracy on the held-out examples that chose the recipe; workers may share the work."""
+        """Measure accuracy on the held-out examples that the recipe was chosen on; workers may share the work."""
         raise NotImplementedError
 
     def write(self, out: Path) -> None:
@@ -64,7 +65,7 @@ class Trainer:
         self.family.write_checkpoint(out, self.config, self.tokenizer, self.learner.vlm.checkpoint_weights())
 
     def train_step(self) -> Tensor:
-        """Run one step; return the workers' mean losses."""
+        """Run one step; return the mean of the workers' losses."""
         losses = average_gradients(self.learner, torch.stack(self.losses()))
         nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
         for group, peak in zip(self._groups(), self.peaks, strict=True):
@@ -95,7 +96,7 @@ class Trainer:
         state = torch.load(path, weights_only=True)
         if (state["model"], state["recipe"]) != (self.family.name, asdict(self.recipe)):
             raise ValueError(
-                f"resume: the state in {path} belongs to another recipe: {state['model']}, {state['recipe']}"
+                f"resume: the state in {path} belongs to a different recipe: {state['model']}, {state['recipe']}"
             )
         self.step = state["step"]
         self.learner.load_state_dict(state["learner"])
@@ -125,7 +126,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return the matrix with all singular values near one, by Newton-Schulz iteration."""
+    """Bring all singular values of a matrix close to one, by Newton-Schulz iteration."""
     x = matrix / matrix.norm().clamp(min=1e-7)
     x = x.T if matrix.shape[0] > matrix.shape[1] else x
     for _ in range(steps):
@@ -147,7 +148,7 @@ def make_optimizers(learner: nn.Module, recipe, by_adam: tuple[str, ...]) -> lis
 
 
 def learning_rate(step: int, recipe) -> float:
-    """Return the share of the highest learning rate: a linear rise, then a cosine down to zero."""
+    """Return the learning rate as a share of its maximum: a linear rise, then a cosine down to zero."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     share = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -155,9 +156,9 @@ def learning_rate(step: int, recipe) -> float:
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
-    """Average the gradients over the workers in one message; return the mean of `losses` (1-D), too.
+    """Average the gradients over the workers in one message; also return the workers' mean of `losses` (1-D).
 
-    A trainer that runs alone, outside of `train`, exchanges nothing.
+    A trainer outside of `train` runs alone and exchanges nothing.
     """
     if not dist.is_initialized():
         return losses
@@ -185,12 +186,12 @@ def from_others(value: Any) -> list:
 
 
 def digest(folder: Path, weights_file: str = Trainer.weights_file) -> str:
-    """Return the SHA-256 of a folder's weights."""
+    """Return the SHA-256 of the weights file in a folder."""
     return hashlib.sha256((folder / weights_file).read_bytes()).hexdigest()
 
 
 def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str, resume: bool, stop) -> None:
-    """Train in one process; rank 0 also shows progress, and writes state, log and checkpoint."""
+    """Train in one process; rank 0 also shows progress and writes state, log and checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=WORKERS)
     trainer, state = make(*arguments, rank), out / "training_state.pt"
@@ -238,7 +239,7 @@ def train(
 
     resume: continue from its `training_state.pt`; stop: pause after this many steps.
 
-    Raises FileNotFoundError if there is nothing to resume, ValueError if it belongs to a different recipe.
+    Raises FileNotFoundError if there is nothing to resume, ValueError if the state belongs to a different recipe.
     """
     if resume and not (out / "training_state.pt").exists():
         raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
@@ -252,11 +253,11 @@ def train(
 
 
 def add_arguments(parser: argparse.ArgumentParser, recipe: type) -> None:
-    """Add an option for each field of the recipe, and those of `train`."""
+    """Add an option for each field of the recipe, and the options of `train`."""
     for field in fields(recipe):
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"
+            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's own value"
         )
-    parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the one that ships)")
+    parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the shipped one)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
     parser.add_argument("--stop", type=int, help="pause after this many steps")

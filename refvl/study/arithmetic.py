@@ -12,8 +12,9 @@ EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_rou
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
-    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory. This takes
-    seconds.
+    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory.
+
+    This takes seconds.
     """
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
@@ -24,8 +25,7 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
 
 
 def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
-    """Count the operations of a text model's layers on a prompt: each weight once per token, and attention over all
-    pairs.
+    """Count the operations of a text model's layers: each weight once per token, and attention over all pairs.
 
     tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. For each token,
     only the experts that it uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.

@@ -200,10 +200,10 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 def costs(
     vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes; `vlm` may be on
-    "meta".
+    """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes.
 
-    Without a language model (`load(..., text=False)`), the context is None, and its weights and cache take 0 bytes.
+    `vlm` may be on "meta". Without a language model (`load(..., text=False)`), the context is None, and its weights and
+    cache take 0 bytes.
 
     media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
     method. text_bytes: the bytes of the language model's weights, if `vlm` stores them in a different form from the

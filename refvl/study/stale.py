@@ -27,8 +27,7 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """For each buffer, replay `batch` with that buffer still holding `before`; return results by name ("": none is
-    stale).
+    """Replay `batch` once per stale buffer, which still holds `before`; return results by name ("": none is stale).
 
     captured: a recording of the trace backend. before, batch: the patch rows and the plan of each. An error is the norm
     of the difference relative to the correct result; for integers and booleans, the share that differs.

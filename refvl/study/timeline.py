@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 
 def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:
-    """Return the start and end of each operation on the device, in microseconds; they run in order, each after its
-    launch.
+    """Return the start and end of each operation on the device, in microseconds.
 
-    device_us: the duration of each operation. launch_us: the host's time per launch; launches follow each other without
-    gaps.
+    Operations run in order, each one after its launch. device_us: the duration of each operation. launch_us: the host's
+    time per launch; launches follow each other without gaps.
     """
     times, end = [], 0.0
     for number, duration in enumerate(device_us, 1):

@@ -118,8 +118,9 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens. Raise ValueError unless `trace` has hidden
-    states.
+    """Return (T, vocabulary) probabilities before each of T new tokens.
+
+    Raises ValueError unless `trace` has hidden states.
     """
     if not trace.hidden_states:
         raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
