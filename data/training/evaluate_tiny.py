@@ -61,7 +61,7 @@ GOALS = {  # kind of question -> minimum and maximum share of correct answers
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
     "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, packs exchanged as they are": (0.9, 1.0),  # the model cannot see this change, so the answer has to stay the same
+    "motion, packs exchanged as they are": (0.9, 1.0),  # the change is invisible, so the answer must stay the same
     "place, slices exchanged": (0.95, 1.0),
     "other spellings": (0.95, 1.0),
     "what is there": (0.80, 1.0),  # answers name one or two objects, or count more; see other_scenes.py
@@ -103,7 +103,7 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is correct. Off topic, it must end with what to ask, or say that an object does not exist."""
+        """Whether the answer is correct; off topic, one that ends in what to ask or denies an object."""
         if self.question.kind == "everyday":
             return self.said.endswith(self.question.answer) or self.said.startswith("There is no ")
         return self.said == self.question.answer
@@ -171,7 +171,7 @@ def media_of(scene: scenes.Scene) -> dict[str, list]:
 
 
 def sampled_clip(scene: scenes.Scene, source_fps: int = 24) -> Video:
-    """Return a scene's frames as a video sampled from a longer one, two frames within half a second at each timestamp."""
+    """Return a scene as a video that was sampled from a longer one: two frames, half a second apart, per timestamp."""
     indices = tuple(second * source_fps + half * source_fps // 2 for second in scene.seconds for half in (0, 1))
     total = (max(scene.seconds) + 1) * source_fps
     return Video(scenes.render(scene), scenes.FPS, float(source_fps), indices, total, total / source_fps)
@@ -254,6 +254,8 @@ def _swapped(kind: str, split: str, index: int) -> Request | None:
 
 def transposed_table(table: Tensor) -> Tensor:
     """Exchange the rows and columns of a square position table.
+
+    table: (S * S, D), (1 + S * S, D) with a class token first, or (1, S * S, D).
     """
     flat = table.flatten(0, -2)
     side = math.isqrt(len(flat))
@@ -465,7 +467,7 @@ def main():
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--dtype", default="auto", help="dtype of the computation; the weights are stored in bfloat16")
     parser.add_argument("--curve", action="store_true", help="also measure motion at several pruning rates")
-    parser.add_argument("--write", type=Path, nargs="?", const=Path(), help="JSON file to write (default: in data/measurements)")
+    parser.add_argument("--write", type=Path, nargs="?", const=Path(), help="JSON file (default: in data/measurements)")
     parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")
     args = parser.parse_args()
 

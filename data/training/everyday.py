@@ -119,7 +119,7 @@ CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 
 
 def normal(text: str) -> str:
-    """Return a text without case, punctuation and repeated spaces, to find out whether two texts are the same sentence."""
+    """Return a text without case, punctuation and repeated spaces; equal results mean the same sentence."""
     return " ".join(re.findall(r"\w+", text.lower())) or text.strip()
 
 
@@ -142,7 +142,7 @@ def words() -> tuple[str, ...]:
 
 
 def tokenizer_texts() -> list[str]:
-    """Return texts from which a tokenizer learns everyday words: common words become tokens, rare ones several pieces."""
+    """Return texts from which a tokenizer learns everyday words: common ones become tokens, rare ones pieces."""
     return [*SENTENCES, *VERBS, *MEDIA, *(text.format(x="dog") for text in ABOUT_NOUNS)]
 
 
@@ -169,14 +169,14 @@ def draw(rng: np.random.Generator) -> str:
 
 
 def vary(text: str, rng: np.random.Generator) -> str:
-    """Vary a question's spelling half of the time: British or American, in any case, with or without its question mark."""
+    """Vary a question's spelling half of the time: British or American, in any case, with or without question mark."""
     if rng.random() < 0.5:
         return text
     return rewrite(text, british=rng.random() < 0.5, case=_pick(rng, tuple(CASES)), mark=rng.random() < 0.5)
 
 
 def respell(text: str, rng: np.random.Generator) -> str:
-    """Vary the spelling of a question in the evaluation: sometimes British, in any case, mostly without its question mark."""
+    """Vary the spelling of an evaluation question: British or American, in any case, mostly without question mark."""
     british, case = bool(rng.random() < 0.5), str(rng.choice(list(CASES)))
     return rewrite(text, british=british, case=case, mark=bool(rng.random() < 0.3))
 

@@ -74,7 +74,10 @@ class Question:
 
 
 def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
-    """Draw page number `index` of a split. crowded: whether to put a box into most windows, from which a tower learns to read crops."""
+    """Draw page number `index` of a split.
+
+    crowded: whether to put a box into most windows, so that a tower learns to read crops.
+    """
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     rng = np.random.default_rng([SEED, SPLITS[split], index, crowded])

@@ -23,7 +23,7 @@ PICTURES = {
 }
 CLIP, CLIP_ANSWER = "bigbuckbunny.mp4", "a rabbit"
 SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width) of most images after they are resized
-CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th frame at 25 frames per second, about 2 per second
+CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th frame of 25 per second, about 2 per second
 
 
 def seconds(frames: int) -> tuple[float, ...]:
