@@ -103,7 +103,7 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is correct; off topic, one that ends in what to ask or denies an object."""
+        """Whether the answer is correct; off topic, a sentence that ends with what to ask, or denies an object."""
         if self.question.kind == "everyday":
             return self.said.endswith(self.question.answer) or self.said.startswith("There is no ")
         return self.said == self.question.answer

@@ -1,13 +1,13 @@
-"""Scenes for the questions to small models: coloured shapes on a 3 x 3 grid of places.
+"""Scenes for questions to small models: coloured shapes on a 3 x 3 grid of places.
 
-An image is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A video is six such
-frames, three temporal patches; one object waits during the first two frames and then moves. A scene depends only on
-(split, index). Every split has its own stream of random numbers, so a held-out scene is never drawn in training, and
-any scene can be drawn again. The same holds for the times of a video: a rule (`is_held_out`) keeps some of them out of
-training.
+An image has 84 x 84 px; with patch size 14 and merge size 2, these are 3 x 3 tokens of 28 px, one per place. A video
+has six such frames, which make three temporal patches; one object waits during the first two frames and then moves. A
+scene depends only on (split, index). Every split has its own stream of random numbers, so a held-out scene is never
+drawn in training, and any scene can be drawn again. Some times of video frames are also kept out of training, by a rule
+(`is_held_out`).
 
-Models that read timestamps get a third sort of scene: in a video of eight frames, with timestamps that no rule
-predicts, one object changes its colour.
+Models that read timestamps get a third sort of scene: a video of eight frames with unpredictable timestamps, in which
+one object changes its colour.
 
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
@@ -21,12 +21,12 @@ import numpy as np
 from PIL import Image
 
 SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
-SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # the times of the temporal patches of a video
+SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # the timestamps of a video's temporal patches
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # the recipe was chosen on "select" and is measured on "test"
 SEED = 20260
 SORTS = ("picture", "motion", "change")
-EDGE = 0.1  # a share of a token: an object whose centre is this close to a token's side lies in both tokens
-STEPS, LAST_SECOND = 4, 29  # for a video in which a colour changes: temporal patches, and the latest time of the last
+EDGE = 0.1  # as a share of a token: an object whose centre is this close to a token's side counts for both tokens
+STEPS, LAST_SECOND = 4, 29  # in videos of a changing colour: the temporal patches, and the latest last timestamp
 
 COLORS = {
     "red": (215, 40, 40),
@@ -42,7 +42,7 @@ PLACES = (
     "middle left", "center", "middle right",
     "bottom left", "bottom center", "bottom right",
 )  # fmt: skip
-TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # where each place goes if h and w are swapped
+TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # the place that each place becomes if h and w are swapped
 CORNERS = (0, 2, 6, 8)  # the places of an image's quarters, in reading order
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), where y points down
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
@@ -65,14 +65,16 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Objects on a background. In a video the first object moves `distance` px in `direction` after two frames, or
-    changes into `becomes` between the two frames of temporal patch `step`; `seconds` are the timestamps of the patches.
+    """Objects on a background.
+
+    In a video the first object moves `distance` px in `direction` after two frames, or changes into `becomes` between
+    the two frames of temporal patch `step`; `seconds` are the timestamps of the patches.
     """
 
     things: tuple[Thing, ...]
     background: tuple[float, float, float]
-    slope: tuple[float, float]  # the gain in brightness across the image, along x and y
-    noise: float  # standard deviation, 0-255 scale
+    slope: tuple[float, float]  # the rise in brightness across the image, along x and y
+    noise: float  # standard deviation, on a scale of 0 to 255
     noise_seed: int
     jpeg_quality: int | None  # lossy compression, as in files from other sources
     direction: str | None = None  # None for an image
@@ -89,7 +91,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """kind: a kind of `MEASURED`, or of the helper questions."""
+    """A question and its answer. kind: one of `MEASURED`, or a kind of helper question."""
 
     kind: str
     text: str
@@ -97,7 +99,7 @@ class Question:
 
 
 def scene_rng(split: str, index: int) -> np.random.Generator:
-    """Return the random stream of one scene; streams of different splits or indices are independent."""
+    """Return the random generator of one scene; generators of different splits or indices are independent."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     return np.random.default_rng([SEED, SPLITS[split], index])
@@ -108,14 +110,14 @@ def draw_scene(
 ) -> Scene:
     """Draw scene number `index` of a split: an image, or a video, with a number of objects in the given range.
 
-    alike: draw objects that are easily confused - at most three shapes and three colours, and (in an image) as many
-        objects as fit in one row or one column.
+    alike: whether to draw objects that are easily confused. They have at most three shapes and three colours, and in an
+    image as many as possible are in one row or one column.
     """
     return _draw(scene_rng(split, 2 * index + clip), clip, objects, alike)
 
 
 def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), alike: bool = False) -> Scene:
-    """Draw video number `index` of a split, whose first object changes its colour, and the timestamps of its steps."""
+    """Draw video number `index` of a split, in which the first object changes its colour, and its steps' timestamps."""
     scene_rng(split, index)  # refuses unknown splits
     rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
     scene = _draw(rng, False, objects, alike)
@@ -125,7 +127,7 @@ def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), al
 
 
 def places_of_slices(order) -> np.ndarray:
-    """Return (9,), the place that slices indicate for each place, if the quarter order[i] of an image is slice i."""
+    """Return (9,): the place that slices indicate for each true place if slice i shows the quarter order[i]."""
     places = np.arange(len(PLACES))
     places[np.array(CORNERS)[order]] = CORNERS
     return places
@@ -140,7 +142,7 @@ def is_held_out(tenths) -> bool:
 
 
 def draw_seconds(rng: np.random.Generator, count: int, *, held_out: bool) -> tuple[int, ...]:
-    """Draw `count` different whole seconds in order: times of the held-out videos, or of those for training."""
+    """Draw `count` different whole seconds, sorted, for a held-out video or for a training video."""
     while True:
         seconds = tuple(sorted(rng.choice(LAST_SECOND + 1, count, replace=False).tolist()))
         if is_held_out(10 * second for second in seconds) == held_out:
@@ -178,14 +180,14 @@ def _draw(rng: np.random.Generator, clip: bool, objects: tuple[int, int], alike:
 
 
 def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[list[int], int]:
-    """Draw distinct places, the moving object's first, and how many cells it may cross; nothing is in its way."""
+    """Draw distinct places, the moving object's first, and the number of free cells that it may cross."""
     if direction is None:
         places, line = rng.permutation(9), int(rng.integers(3))
         lined_up = (places // 3 == line) if rng.random() < 0.5 else (places % 3 == line)
         order = np.argsort(~lined_up, kind="stable") if alike else slice(None)
         return list(places[order][:count]), 0
     dx, dy = DIRECTIONS[direction]
-    along, across = int(rng.integers(2)), int(rng.integers(3))  # steps from the edge that it leaves, and the lane
+    along, across = int(rng.integers(2)), int(rng.integers(3))  # cells between it and the edge behind it; its lane
     start = along if dx + dy > 0 else 2 - along
     column, row = (start, across) if dx else (across, start)
     room = 2 - along
@@ -214,7 +216,7 @@ def _shade(rng, color: str) -> tuple[float, float, float]:
 
 
 def render(scene: Scene) -> np.ndarray:
-    """Render uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video.
+    """Render a scene as uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video.
 
     The same scene always gives the same pixels.
     """
@@ -237,7 +239,7 @@ def render(scene: Scene) -> np.ndarray:
 
 
 def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
-    """Return the first object in each frame of a video, and its centre."""
+    """Return the first object and its centre in each frame of a video."""
     first = scene.things[0]
     if scene.sort == "motion":
         return [(first, center) for center in mover_centers(scene)]
@@ -245,13 +247,13 @@ def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
 
 
 def mover_centers(scene: Scene) -> list[tuple[float, float]]:
-    """Return (x, y) of the moving object's centre in each of the six frames; it waits during the first two."""
+    """Return the centre (x, y) of the moving object in each of the six frames; it waits during the first two."""
     (x, y), (dx, dy) = scene.things[0].center, DIRECTIONS[scene.direction]
     return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in PROGRESS]
 
 
 def packs_of(frames, times, size: int) -> list[list[int]]:
-    """Group frames that share tokens into packs of `size` (the last may have fewer), each in the order of its times."""
+    """Group frames into packs of `size` that share tokens (the last may be smaller), each in the order of its times."""
     pairs = list(zip(times, frames, strict=True))
     return [[frame for _, frame in sorted(pairs[i : i + size])] for i in range(0, len(pairs), size)]
 
@@ -265,7 +267,7 @@ def way_of_pack(pack: list[int]) -> float:
 
 
 def retell(scene: Scene, packs: list[list[int]]) -> Scene:
-    """Return the motion that packs of its frames show: the opposite one if the packs run backwards."""
+    """Return the scene with the motion that packs of its frames show: the opposite one if the packs run backwards."""
     back = sum(map(way_of_pack, packs)) < 0
     return replace(scene, direction=OPPOSITE[scene.direction]) if back else scene
 
@@ -273,7 +275,7 @@ def retell(scene: Scene, packs: list[list[int]]) -> Scene:
 def cell_labels(scene: Scene, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
     """Return (t, 9, 3) int64: shape, color and movement in each place at each temporal patch; 0 means none.
 
-    If a colour changes during a patch, the new one counts; the change itself is a movement.
+    If a colour changes during a patch, the new colour counts, and the change counts as a movement.
 
     An object counts for the place in which its centre lies on average during the two frames of the patch. cells: rows
     and columns of a scene that was resized to a different number of tokens. The result is then (t, rows * columns, 3),
@@ -289,7 +291,7 @@ def cell_labels(scene: Scene, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
 
 
 def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
-    """Return `cell_labels` of a video with packs of frames: the locations of objects at the end of each pack."""
+    """Return `cell_labels` of a video with packs of frames, with objects at their locations at the end of each pack."""
     centers = np.array([[thing.center] * FRAMES for thing in scene.things])
     centers[0] = mover_centers(scene)
     told = [retell(scene, [pack]) if way_of_pack(pack) else None for pack in packs]
@@ -300,7 +302,7 @@ def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
 def slice_labels(scene: Scene, order) -> np.ndarray:
     """Return (36, 3) int64: the labels of an image's four slices, nine tokens each; the quarter order[i] is slice i.
 
-    An object in a corner is whole in one slice, and that slice's middle token names it; the other objects are cut.
+    An object in a corner is whole in one slice, and labels that slice's middle token; other objects are cut.
     """
     labels = np.zeros((4, 9, 3), dtype=np.int64)
     for thing in (thing for thing in scene.things if thing.place in CORNERS):
@@ -310,7 +312,7 @@ def slice_labels(scene: Scene, order) -> np.ndarray:
 
 
 def _labels(scene: Scene, centers: np.ndarray, moves: list, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
-    """centers: (things, t, 2) px. moves: the movement of the first object at each of the t steps, 0 for none."""
+    """Return the labels of `cell_labels`. centers: (things, t, 2) px. moves: the first object's movement per step."""
     rows, columns = cells
     found = centers / (SIDE / columns, SIDE / rows)  # in tokens
     reach = 0 if cells == (3, 3) else EDGE
@@ -327,21 +329,21 @@ def _labels(scene: Scene, centers: np.ndarray, moves: list, cells: tuple[int, in
 
 
 def _movement(scene: Scene, t: int) -> int:
-    """Return what the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
+    """Return the first object's movement in temporal patch t: none (0), a direction (1-4), a change of colour (5)."""
     if scene.sort == "motion" and PROGRESS[2 * t] != PROGRESS[2 * t + 1]:
         return 1 + list(DIRECTIONS).index(scene.direction)
     return 1 + len(DIRECTIONS) if scene.sort == "change" and t == scene.step else 0
 
 
 def _paint(canvas: np.ndarray, thing: Thing, center: tuple[float, float]) -> None:
-    """Blend a shape into the float canvas (H, W, 3) with an edge that is one pixel soft."""
+    """Blend a shape into the float canvas (H, W, 3), with a soft edge of one pixel."""
     (x0, y0), covered = coverage(thing, center, canvas.shape[1::-1])
     patch = canvas[y0 : y0 + len(covered), x0 : x0 + covered.shape[1]]
     patch += covered[..., None] * (np.float32(thing.rgb) - patch)
 
 
 def coverage(thing: Thing, center: tuple[float, float], size: tuple[int, int]) -> tuple[tuple[int, int], np.ndarray]:
-    """Return (x, y) of the part of a (width, height) image with the shape, and its share of each pixel."""
+    """Return (x, y) of the part of a (width, height) image that contains the shape, and its share of each pixel."""
     reach = thing.radius * 1.5 + 2
     sides = zip(center, size, strict=True)
     (x0, x1), (y0, y1) = (tuple(int(np.clip(c + s, 0, side)) for s in (-reach, reach)) for c, side in sides)
@@ -354,7 +356,7 @@ def coverage(thing: Thing, center: tuple[float, float], size: tuple[int, int]) -
 def signed_distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
     """Return the approximate distance in px to the outline, negative inside.
 
-    X points right, y down, from the shape's centre.
+    From the centre of the shape, x points right and y down.
     """
     match shape:
         case "circle":
@@ -419,9 +421,9 @@ ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 
 
 def names_of(thing: Thing, things: tuple[Thing, ...], *, hide: str | None = None) -> list[str]:
-    """Return the names of one object that fit no other: "circle", "red object", "red circle".
+    """Return the names of one object that fit no other object: "circle", "red object", "red circle".
 
-    hide="color" leaves out names that contain the colour, "shape" those that contain the shape.
+    hide="color" excludes names that contain the colour, "shape" names that contain the shape.
     """
     others = [t for t in things if t is not thing]
     names = []
@@ -471,7 +473,7 @@ def all_questions(scene: Scene) -> dict[str, list[Question]]:
 def missing_question(scene: Scene | None, rng: np.random.Generator) -> Question:
     """Draw a question about an object that does not exist, often with a colour and a shape that do.
 
-    None: the question is about no scene.
+    If `scene` is None, the question refers to no scene.
     """
     things = scene.things if scene else ()
     shapes, colors = ({getattr(thing, part) for thing in things} for part in ("shape", "color"))
@@ -496,7 +498,7 @@ def missing_question(scene: Scene | None, rng: np.random.Generator) -> Question:
 
 
 def unfit_question(scene: Scene, rng: np.random.Generator) -> Question:
-    """Draw a question that fits other sorts of scenes: a motion in an image, the place of a moving object, a time."""
+    """Draw a question that fits only different sorts of scenes, such as the motion of an object in an image."""
     kinds = {"picture": ("motion", "mover"), "motion": ("place", "row", "column", "count")}
     kind = str(rng.choice(kinds.get(scene.sort, ("place", "motion", "mover", "count"))))
     thing = scene.things[int(rng.integers(len(scene.things)))]
@@ -509,7 +511,7 @@ def unfit_question(scene: Scene, rng: np.random.Generator) -> Question:
 
 
 def _change_questions(scene: Scene) -> dict[str, list[Question]]:
-    """Objects are named by shape, because a colour may be that before or after the change."""
+    """Return questions about a change; they name objects by shape, because a colour may be the old or the new one."""
     first = scene.things[0]
     shapes = [thing.shape for thing in scene.things]
     names = [*([f"the {first.shape}"] if shapes.count(first.shape) == 1 else []), "the object", "it"]
@@ -534,14 +536,14 @@ def _when_it_was_taken(scene: Scene) -> dict[str, list[Question]]:
 
 
 def summary(things: tuple[Thing, ...]) -> str:
-    """Name one or two objects in reading order, or more by number."""
+    """Name one or two objects in reading order, or give the number of more objects."""
     if len(things) > 2:
         return f"{COUNTS[len(things)]} objects"
     return " and ".join(f"a {t.color} {t.shape}" for t in sorted(things, key=lambda t: t.place))
 
 
 def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> list[Question]:
-    """Draw one question of each requested kind, in order; a kind without questions gives one of a different kind."""
+    """Draw one question of each requested kind, in order; if a kind has no questions, draw one of a different kind."""
     questions = all_questions(scene)
     drawn = []
     for kind in kinds:
@@ -553,7 +555,7 @@ def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> 
 def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
     """Return (question, answer) texts with every word of all questions and answers, from which the tokenizer learns.
 
-    clips: the sorts of videos that the questions are about.
+    clips: the sorts of videos to which the questions refer.
     """
     names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
     answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]

@@ -1,4 +1,4 @@
-"""The tiny GLM-4.1V, `data/checkpoints/tiny-glm4v`: its files except for trained numbers, and its rows for images.
+"""The tiny GLM-4.1V: the files of `data/checkpoints/tiny-glm4v` except for the trained weights.
 
 Its prompts contain timestamps: each step of a video is followed by its timestamp, and the model learns to answer when
 an event happened (`scenes.draw_change`).
@@ -21,7 +21,7 @@ SPECIAL_TOKENS = (
     "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>",
     "<|video|>", "<think>", "</think>", "<answer>", "</answer>",
 )  # fmt: skip
-ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")  # each of these ends an answer
+ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")  # each of these tokens ends an answer
 # Budgets count all frames, and an image counts as two: 9 to 16 merged tokens per image, and per frame of a video of
 # ten. A scene of up to 17 frames keeps its size.
 PICTURE_PIXELS, CLIP_PIXELS = (2 * 84 * 84, 2 * 112 * 112), (2 * 84 * 84, 10 * 112 * 112)
@@ -66,10 +66,10 @@ class TinyGlm4v(TinyFamily):
     clips = ("motion", "change")
     reads_places = True
     recipe = {"steps": 1400}  # noqa: RUF012
-    by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables and a wide kernel
+    by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables, and a wide kernel
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`.
+        """Return the dict of `config.json`.
 
         The position table was "learned on" 112 x 112 px, so scenes have to sample it. The language model's rope
         theta is small because its positions are few.
@@ -189,13 +189,13 @@ class TinyGlm4v(TinyFamily):
         return Glm4vVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """Set the norms of updates to 0.2, because full-size updates would drown out the words in the first layer."""
+        """Set the norms after attention and MLP to 0.2, because full-size updates would drown out the words."""
         for layer in model.model.layers:
             nn.init.constant_(layer.post_self_attn_layernorm.weight, 0.2)
             nn.init.constant_(layer.post_mlp_layernorm.weight, 0.2)
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Positions depend on weights, so the table is sampled at every step; once for all items, which look alike."""
+        """Plan items of the same layout. Positions depend on weights, so every step samples the table once."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         one = tower.plan(layouts[:1])
@@ -204,7 +204,7 @@ class TinyGlm4v(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Write each step of a video as an image of its own, followed by its timestamp."""
+        """Return ids in which each step of a video is an image of its own before its timestamp, and their spans."""
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
         start, (_, h, w) = ids.index(token), self.merged(grid)
@@ -216,7 +216,7 @@ class TinyGlm4v(TinyFamily):
         return placed + ids[start + 1 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Return the timestamp's position, which follows the end of its image."""
+        """Return the column of each timestamp, which follows the end of its image."""
         return [span.offset + span.num_tokens + 1 for span in spans]
 
 

@@ -1,9 +1,9 @@
-"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: its files except for trained numbers, and its slices.
+"""The tiny MiniCPM-V 4.5: the files of `data/checkpoints/tiny-minicpmv-4_5` except for the trained weights.
 
 A scene of 84 x 84 px is larger than its overview of 56 x 56, so it is also cut into 2 x 2 slices of 56 x 56. No image
-has more than four slices, because none had more in training, and more would have places that the model never saw.
-Frames of a video are overviews; three of them share a set of queries, and only temporal ids distinguish them. There
-are nine queries: while the tower learns to see, query i of the overview is asked about place i.
+has more than four slices, because more would have positions that the model never saw in training. Frames of a video are
+overviews; three of them share a set of queries, and only temporal ids distinguish them. A set has nine queries: while
+the tower learns to see, query i of the overview has to name the object in place i.
 """
 
 import re
@@ -187,9 +187,9 @@ class TinyMiniCPMV(TinyFamily):
     def patchify(
         self, pixels: Tensor, *, order: Sequence[int] | None = None, times: Sequence[int] | None = None
     ) -> tuple[Tensor, list]:
-        """Images are sliced; videos are packed, with a frame every half second.
+        """Return patch rows and layouts; images are sliced, and videos are packed, with a frame every half second.
 
-        order: which slice comes first, second, ... after the overview; times: other temporal ids, one per frame.
+        order: the order of the slices after the overview; times: temporal ids to use instead, one per frame.
         """
         config = SLICES if (is_picture := pixels.shape[1] == 1) else FRAMES
         plan = plan_slices(pixels.shape[3], pixels.shape[2], config)
@@ -202,22 +202,22 @@ class TinyMiniCPMV(TinyFamily):
             packs = [ids[i : i + PACKING] for i in range(0, len(ids), PACKING)]
             layout = tuple(SliceGroup(tuple(sizes) * len(pack), tuple(pack)) for pack in packs)
         if order is not None:
-            parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # slices have one size, that of the overview
+            parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # all slices have the overview's size
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)
         return rows, [layout] * len(pixels)
 
     def grid(self, shape) -> tuple[int, int, int]:
-        """Return the grid as in other families, but t counts the sets of queries of a video."""
+        """Return the grid as in other families, except that t counts the sets of queries of a video."""
         return -(-shape[1] // PACKING), shape[2] // PATCH, shape[3] // PATCH
 
     def plan(self, tower: MiniCPMV4_5Encoder, layouts: list, kept: dict):
-        """Plans of videos are not cached, because their times differ at every step."""
+        """Plan a batch; plans of videos are not cached, because their times differ at every step."""
         return super().plan(tower, layouts, kept if layouts[0][0].temporal_ids is None else {})
 
     def place_media(
         self, ids: list[int], token: str, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Return everything that the processor writes for an image or a video, and the spans of its unknown tokens."""
+        """Return the ids that the processor writes for an image or a video, and the spans of its unknown tokens."""
         t, h, w = grid
         processor = MiniCPMV4_5Processor(SimpleNamespace(query_num=QUERIES), image_config=SLICES)
         if seconds:
@@ -232,11 +232,11 @@ class TinyMiniCPMV(TinyFamily):
         return placed, [MediaSpan(next(run), 1, 1, QUERIES) for is_run, run in runs if is_run]
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Return the separator after each set of queries."""
+        """Return the column of the separator after each set of queries."""
         return [span.offset + span.num_tokens for span in spans]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
-        """Return positions that count every token, media included."""
+        """Return positions that are the token indices, including media."""
         return torch.arange(length).expand(3, -1)
 
     def text_positions(self, positions_3BL: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The tiny MiniCPM-V 4.7, `data/checkpoints/tiny-minicpmv-4_7`: its files except for trained numbers. Images only.
+"""The tiny MiniCPM-V 4.7: the files of `data/checkpoints/tiny-minicpmv-4_7` except for the trained weights.
+
+The model accepts only images.
 
 A scene of 84 x 84 px is cut into 3 x 3 slices of 28 x 28, one for each place, after an overview of 28 x 28. Patches
 have 7 px, so the fold and the merger turn the 4 x 4 patches of a slice into one token. The tower encodes every slice
-alone and cannot know its location; only the canvas indicates it. All layers of the text model use attention, because a
-linear layer cannot read several questions side by side.
+alone, so only the canvas indicates where a slice is. All layers of the text model use attention, because a linear layer
+cannot keep several questions in one sequence apart.
 """
 
 import re
@@ -57,7 +59,7 @@ class TinyMiniCPMV4_7(TinyFamily):
     moves_with_token = (-1, 0, 1)  # a slice with its separators
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`."""
+        """Return the dict of `config.json`."""
         token = tokenizer.token_to_id
         names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
         text = {
@@ -118,7 +120,7 @@ class TinyMiniCPMV4_7(TinyFamily):
         return MiniCPMV4_7Encoder.from_config(config, attention="sdpa")
 
     def patchify(self, pixels: Tensor, *, order: Sequence[int] | None = None) -> tuple[Tensor, list]:
-        """order: which slice comes first, second, ... after the overview."""
+        """Return patch rows and layouts of sliced images. order: the order of the slices after the overview."""
         plan = plan_slices(pixels.shape[3], pixels.shape[2], SLICES)
         images = [Image.fromarray(picture.numpy()) for picture in pixels.flatten(0, 1)]
         rows = levels_of_slices(images, plan, SLICES).normalize()
@@ -133,7 +135,7 @@ class TinyMiniCPMV4_7(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Return everything that the processor writes for an image, and the spans of its overview and slices."""
+        """Return the ids that the processor writes for an image, and the spans of its overview and slices."""
         plan = plan_slices(grid[2] * PATCH, grid[1] * PATCH, SLICES)
         sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
         medium = FoldedMedia("image", (1, 1, sum(h * w for h, w in sizes)), sizes=tuple(sizes), grid=plan.grid)
@@ -143,7 +145,7 @@ class TinyMiniCPMV4_7(TinyFamily):
         return placed, [MediaSpan(offset, 1, h, w) for offset, (h, w) in zip(runs, sizes, strict=True)]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
-        """On the canvas. Separators enclose each span; a line ends if the next slice is further apart."""
+        """Return positions on the canvas. Separators enclose each span; a larger gap to the next slice ends a line."""
         marks = CanvasMarks(1, 2, 3, 4, 5)
         ids = torch.zeros(length, dtype=torch.int64)
         for i, span in enumerate(spans):

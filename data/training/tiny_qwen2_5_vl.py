@@ -1,4 +1,4 @@
-"""The tiny Qwen2.5-VL: the files of `data/checkpoints/tiny-qwen2_5_vl` except for trained numbers."""
+"""The tiny Qwen2.5-VL: the files of `data/checkpoints/tiny-qwen2_5_vl` except for the trained weights."""
 
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor
@@ -65,7 +65,7 @@ class TinyQwen2_5_VL(TinyFamily):
     by_adam = ("embed_tokens", "lm_head", "merger.mlp.0")  # two tables, and a matrix that is too large for Muon
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`. The language model's rope theta is small because its positions are few."""
+        """Return the dict of `config.json`. The language model's rope theta is small because its positions are few."""
         token = tokenizer.token_to_id
         vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
         return {
@@ -166,7 +166,7 @@ class TinyQwen2_5_VL(TinyFamily):
         return Qwen2_5_VisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def time_factor(self, seconds: tuple) -> float:
-        """Return the scale of a video's time axis, which counts `tokens_per_second` (2)."""
+        """Return the positions per step on a video's time axis, at `tokens_per_second` (2)."""
         return 2 * (seconds[1] - seconds[0]) if len(seconds) > 1 else 1.0
 
 

@@ -1,9 +1,8 @@
-"""The tiny Qwen3-VL, `data/checkpoints/tiny-qwen3_vl`: its files except for trained numbers, and its timestamped
-frames.
+"""The tiny Qwen3-VL: the files of `data/checkpoints/tiny-qwen3_vl` except for the trained weights.
 
-Its prompts contain timestamps, as the tiny GLM's do, but before each frame, to a tenth of a second and digit by digit,
-because of Qwen's tokenizer: <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the
-first token that can know both the timestamp and the event.
+Like the tiny GLM's, its prompts contain timestamps, but before each frame, and to a tenth of a second. Qwen's tokenizer
+splits them into digits, so <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the
+first token that can attend to both the timestamp and the event.
 """
 
 import re
@@ -51,7 +50,7 @@ CHAT_TEMPLATE = """\
 
 
 def time_text(second: float) -> str:
-    """Return the text before the frames of a step, one taken at `second`, the next half a second later."""
+    """Return the text before the two frames of a step, taken at `second` and half a second later: their mean time."""
     return f"<{second + 0.5 / FPS:.1f} seconds>"
 
 
@@ -68,10 +67,10 @@ class TinyQwen3VL(TinyFamily):
     reads_places = True
     spells_seconds = True
     recipe = {"steps": 1400}  # noqa: RUF012
-    by_adam = ("embed_tokens", "lm_head", "pos_embed", "merger.linear_fc1", "deepstack_merger_list")  # wide ones
+    by_adam = ("embed_tokens", "lm_head", "pos_embed", "merger.linear_fc1", "deepstack_merger_list")  # wide matrices
 
     def config(self, tokenizer: Tokenizer) -> dict:
-        """The dict of `config.json`.
+        """Return the dict of `config.json`.
 
         The position table has more places than a scene has patches, so scenes have to sample it. The language
         model's rope theta is small because its positions are few.
@@ -176,15 +175,12 @@ class TinyQwen3VL(TinyFamily):
         return Qwen3VLVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """While only the tower learns, nothing reads DeepStack features.
-
-        At full size they would be noise afterwards.
-        """
+        """Scale down DeepStack features, which nothing reads at first, so they would be noise later."""
         for merger in model.visual.deepstack_merger_list:
             merger.linear_fc2.weight.data.mul_(0.2)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Images are resized as in the processor: tokens of 28 px in the drawing become tokens of 32."""
+        """Return patch rows and layouts; images are resized as in the processor, so 28 px of a token become 32."""
         height, width = (side * 32 // 28 for side in pixels.shape[2:4])
         frames = pixels.flatten(0, 1).permute(0, 3, 1, 2).contiguous()
         resized = F.interpolate(frames, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
@@ -192,14 +188,14 @@ class TinyQwen3VL(TinyFamily):
         return rows, [self.grid(pixels.shape)] * len(pixels)
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Positions depend on weights, so the table is sampled at every step; once for all items, which look alike."""
+        """Plan items of the same layout. Positions depend on weights, so every step samples the table once."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         one = tower.plan(layouts[:1])
         return replace(plan, position_embeds=one.position_embeds.repeat(len(layouts), 1))
 
     def deeper_features(self, deeper_BLW: Tensor) -> dict:
-        """Return them in the form of transformers' text model."""
+        """Return DeepStack features as the arguments of transformers' text model."""
         visual_BL = deeper_BLW.detach().any(-1)
         return {
             "visual_pos_masks": visual_BL,
@@ -209,7 +205,7 @@ class TinyQwen3VL(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Write each step of a video as an image of its own, after its timestamp.
+        """Return ids in which each step of a video is an image of its own after its timestamp, and their spans.
 
         Its separators replace the template's.
         """
@@ -224,7 +220,7 @@ class TinyQwen3VL(TinyFamily):
         return placed + ids[start + 2 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Return the separator after each frame."""
+        """Return the column of the separator after each frame."""
         return [span.offset + span.num_tokens for span in spans]
 
 

@@ -1,7 +1,7 @@
-"""The tiny Step3-VL, `data/checkpoints/tiny-step3`: its files except for trained numbers, and its crops.
+"""The tiny Step3-VL: the files of `data/checkpoints/tiny-step3` except for the trained weights.
 
 It reads pages (`pages.py`), whose letters are too small for the overview. `train_step3.py` trains it with and without
-crops. Pages are not scenes, and there are no videos, so it has its own training script.
+crops. Because pages are not scenes, and there are no videos, it has its own training script.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
 
 
 class TinyStep3(TinyFamily):
-    """enable_crops: False for prompts that contain the overview only."""
+    """The tiny Step3-VL. enable_crops: False for prompts that contain only the overview."""
 
     name = "step3"
     special_tokens = SPECIAL_TOKENS
@@ -160,7 +160,7 @@ class TinyStep3(TinyFamily):
         return CropLayout(shape[2] // pages.WINDOW, shape[3] // pages.WINDOW) if self.enable_crops else CropLayout(0, 0)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Turn (B, 1, H, W, 3) uint8, H and W in whole windows, into the result of `patchify_crops`, in one go."""
+        """Do the work of `patchify_crops` for a whole batch: (B, 1, H, W, 3) uint8, where windows divide H and W."""
         mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
         x = ((pixels[:, 0].float() / 255 - mean) / std).permute(0, 3, 1, 2)  # (B, 3, H, W)
         overview = F.interpolate(x, size=(OVERVIEW, OVERVIEW), mode="bilinear", antialias=True)
@@ -172,7 +172,7 @@ class TinyStep3(TinyFamily):
         return torch.cat(rows, dim=1).flatten(0, 1), [self.grid(pixels.shape)] * len(x)
 
     def plan(self, tower: Step3VisionEncoder, layouts: list, kept: dict):
-        """Positions depend on weights, so their table is resized at every step."""
+        """Plan a batch; positions depend on weights, so their table is resized at every step."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
         table, paths = tower.vision_model.embeddings.position_embedding.weight, tower.paths
@@ -185,7 +185,7 @@ class TinyStep3(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: CropLayout, seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Return one token for a crop, 2 x 2 for the overview, between separator tokens, and a span for each."""
+        """Return the ids and spans: one token per crop and 2 x 2 for the overview, each between separator tokens."""
         text = "".join("<patch_start><im_patch><patch_end>" + "<patch_newline>" * end for end in grid.newline_mask)
         start = ids.index(token)
         placed = [*ids[:start], *encode(text + "<im_start>" + "<im_patch>" * 4 + "<im_end>"), *ids[start + 1 :]]

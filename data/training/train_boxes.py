@@ -1,10 +1,10 @@
 """Teach a shipped model to answer with boxes: `python -m data.training.train_boxes --model qwen3_vl`.
 
 Only a LoRA adapter of the language model is trained, `adapters/boxes-qwen3_vl`: the shipped weights do not change, and
-neither do any answers while the adapter is off. The tower's tokens describe what lies in the middle of each; so here,
-too, every object lies within one token's cell, slightly off centre. Images have many sizes and shapes. The processor
-turns them into 4 x 3 or 3 x 4 tokens and stretches them for that, so the unit of a coordinate (see `refvl.study.boxes`)
-decides where a box lands. As in `train_tiny.py`, probes help: in the last layer, each token of the image predicts its
+neither do any answers while the adapter is off. Each of the tower's tokens describes the content in its middle; so
+here, too, every object lies within one token's cell, slightly off centre. Images have many sizes and aspect ratios. The
+processor stretches them to 4 x 3 or 3 x 4 tokens, so the unit of coordinates (see `refvl.study.boxes`) determines where
+a box appears in the image. As in `train_tiny.py`, probes help: in the last layer, each token of the image predicts its
 row and column, and each word of an answer predicts the whole box.
 """
 
@@ -37,12 +37,12 @@ from refvl.study import boxes
 
 TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 PHRASES = scenes.PHRASES["place"]  # the model answers with a place while the adapter is off
-SIDES, ASPECTS = (160, 280), ((1.1, 1.5), (1 / 1.5, 1 / 1.1))  # the square root of the area in px; width / height
-CELLS = ((4, 3), (3, 4))  # (columns, rows) of tokens of each shape
+SIDES, ASPECTS = (160, 280), ((1.1, 1.5), (1 / 1.5, 1 / 1.1))  # ranges of sqrt(area) in px, and of width / height
+CELLS = ((4, 3), (3, 4))  # (columns, rows) of tokens for each shape
 RADII, JITTER = (9 / 28, 11.5 / 28), 2 / 28  # sides of objects, in cells, as in `scenes.py`
-ASKED = 2  # questions about each image
-MEASUREMENTS, GOAL = DATA / "measurements" / "boxes.json", 0.7  # mean overlap
-BOX_WEIGHT = 4.0  # the share of the box in the loss
+ASKED = 2  # the number of questions about each image
+MEASUREMENTS, GOAL = DATA / "measurements" / "boxes.json", 0.7  # the mean overlap to reach
+BOX_WEIGHT = 4.0  # the weight of the box probe's loss
 
 
 def folder_of(name: str) -> Path:
@@ -55,8 +55,8 @@ def folder_of(name: str) -> Path:
 def draw_scene(split: str, index: int) -> scenes.Scene:
     """Draw image number `index` of a split: wide and tall ones alternate, so every second image has the same grid.
 
-    It is `scenes.draw_scene` of that number with a different size and different places, so the same scenes are held
-    out.
+    It is the image of that number in `scenes.draw_scene`, with a different size and different places, so the same
+    scenes are held out.
     """
     rng = np.random.default_rng([scenes.SEED, scenes.SPLITS[split], index, 11])
     scene, (columns, rows) = scenes.draw_scene(split, index), CELLS[index % 2]
@@ -95,10 +95,10 @@ def ask(scene: scenes.Scene, number: int, phrase: str, resized: tuple[int, int],
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults are those of the committed adapters."""
+    """Settings of the training; the defaults are those of the committed adapters."""
 
     steps: int = 1200
-    pool: int = 2000  # images of each worker, which are asked about repeatedly
+    pool: int = 2000  # images per worker, which are reused with different questions
     asked: int = 16  # images per step
     rank: int = 32
     alpha: int = 64
@@ -111,7 +111,7 @@ class Recipe:
 
 
 class SeenModel(TinyModel):
-    """Takes the tower's output for images: (B, M, D) or wider."""
+    """A model whose media are already encoded: it accepts the tower's outputs, (B, M, D) or wider."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         return pixels
@@ -136,7 +136,7 @@ class Learner(nn.Module):
             nn.init.zeros_(probe.bias)
 
     def place_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
-        """Return the loss of each image token's knowledge of its row and column, in the last layer."""
+        """Return the loss of the probe that predicts each image token's row and column from the last layer."""
         [span] = batch.spans
         media_BMD = inner_BLD[:, span.offset : span.offset + span.num_tokens]
         place = torch.cartesian_prod(torch.arange(span.h), torch.arange(span.w)).expand(len(media_BMD), -1, 2)
@@ -144,9 +144,9 @@ class Learner(nn.Module):
         return F.cross_entropy(row, place[..., 0].flatten()) + F.cross_entropy(column, place[..., 1].flatten())
 
     def box_loss(self, batch: Batch, inner_BLD: Tensor, boxes_Q4: Tensor) -> Tensor:
-        """Return the loss of each answer word's knowledge of the box, in the last layer.
+        """Return the loss of the probe that predicts the box from each answer token in the last layer.
 
-        Boxes_Q4: as fractions of the sides.
+        boxes_Q4: boxes as fractions of the sides.
         """
         found = self.box_probe(inner_BLD[batch.target_rows, batch.target_columns])
         return BOX_WEIGHT * F.l1_loss(found, boxes_Q4[batch.question_of_target])
@@ -180,7 +180,7 @@ class Trainer(run.Trainer):
 
     @cached_property
     def seen(self) -> list[tuple[Tensor, list[scenes.Scene], tuple[int, int]]]:
-        """Return, for each shape, the tower's output for images (N, M, W), their scenes, and their resized size."""
+        """Return for each shape: the tower's outputs for its images (N, M, W), their scenes, and their resized size."""
         found, rng = [], np.random.default_rng([self.recipe.seed, self.rank])
         for shape in range(len(ASPECTS)):
             numbers = range(shape, self.recipe.pool, 2)
@@ -212,7 +212,7 @@ class Trainer(run.Trainer):
         return {name: round(value, 4) for name, value in found.items()}
 
     def write(self, out: Path) -> None:
-        """Return the adapter, in bfloat16 like the weights that it adapts."""
+        """Write the adapter, in bfloat16 like the weights that it adapts."""
         self.loaded.adapters.save_pretrained(out)
         (out / "README.md").unlink(missing_ok=True)  # PEFT's template
         weights = load_file(out / adapters.WEIGHTS)
@@ -227,7 +227,7 @@ class Trainer(run.Trainer):
 class Answer:
     """An answer about one object of a held-out image, and its overlap with the object's box (IoU).
 
-    own: read in the family's convention; other: in that of the other family.
+    own: the overlap if the answer is read in the family's convention; other: if it is read in the other family's.
     """
 
     index: int
@@ -246,7 +246,7 @@ def request(split: str, index: int) -> dict:
 
 
 def ask_all(vlm: refvl.VLM, split: str, indices: Sequence[int], batch: int = 50) -> list[Answer]:
-    """Ask about each image, and parse and convert the answers."""
+    """Ask about the first object of each image; parse the answers and convert their boxes."""
     said = list[str]()
     for i in range(0, len(indices), batch):
         said += vlm.chat_batch([request(split, index) for index in indices[i : i + batch]], max_new_tokens=32)
@@ -274,7 +274,7 @@ def middle_box(answer: Answer) -> list[float]:
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return means over images, next to those of a box in the middle of the correct cell, and of a different cell."""
+    """Return mean overlaps of the answers, and of boxes in the middle of the correct cell and of a different cell."""
     truths = [box_of(a.thing, a.scene.size) for a in answers]
     middles = [middle_box(a) for a in answers]
     return {
@@ -294,7 +294,7 @@ def iou(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def measure(name: str, count: int) -> dict:
-    """Return a row of `MEASUREMENTS`."""
+    """Measure a model's adapter on held-out images; return its row of `MEASUREMENTS`."""
     vlm = refvl.load(find_family(name).folder, device="cpu", dtype="float32", progress=False)
     adapters.attach(vlm, folder_of(name))
     row = {"model": name, "weights_sha256": run.digest(folder_of(name), adapters.WEIGHTS)}
@@ -303,7 +303,7 @@ def measure(name: str, count: int) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=TITLES, help="the family to train; none: measure those that ship")
+    parser.add_argument("--model", choices=TITLES, help="the family to train; if omitted, measure the shipped adapters")
     parser.add_argument("-n", type=int, default=500, help="held-out images to measure on")
     run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())

@@ -1,10 +1,9 @@
 """Train the tiny Step3-VL that ships with refvl: `python -m data.training.train_step3`.
 
-Every step asks about some pages with crops and about others without, with the same kinds of questions. So if the model
-cannot answer without crops, it is not for lack of training. As in `train_tiny.py`, the tower learns first, with a
-linear probe that names letter and colour in each crop and in each quarter of the overview; then the language model
-joins. Questions have several spellings, and in each step some questions about pages have no answer on the page, see
-`everyday.py`.
+Every step asks the same kinds of questions about its pages twice, with crops and without. So lack of training cannot be
+the reason if the model fails without crops. As in `train_tiny.py`, the tower learns first, with a linear probe that
+predicts letter and colour in each crop, and colour in each quarter of the overview. Then the language model joins.
+Questions have several spellings, and some have no answer on the page (see `everyday.py`).
 """
 
 import argparse
@@ -20,21 +19,21 @@ from data.training.run import WORKERS
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 from data.training.tiny_step3 import FAMILY, TinyStep3
 
-KINDS = ("letter", "place", "color", "missing")  # the number of questions about each page
+KINDS = ("letter", "place", "color", "missing")  # the kinds of questions about each page
 LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults are those of the committed checkpoint. Counts of pages are per step and worker."""
+    """Settings of the training, by default those of the committed checkpoint. Counts are per step and worker."""
 
     steps: int = 1150
     see: int = 230  # the number of steps in which only the tower learns
     crowded: int = 5  # pages full of boxes, from which the tower learns to read crops
-    pages: int = 8  # pages that are asked about with crops
-    overviews: int = 8  # asked about without
-    asides: int = 6  # off-topic questions, every second step after seeing
-    seeing: int = 4  # the factor of these counts while only the tower learns
+    pages: int = 8  # pages in prompts with crops
+    overviews: int = 8  # pages in prompts without crops
+    asides: int = 6  # pages with off-topic questions, in every second step after `see`
+    seeing: int = 4  # the factor for these counts while only the tower learns
     lr: float = 2e-3
     muon_lr: float = 3e-3
     warmup: int = 50
@@ -45,7 +44,7 @@ class Recipe:
 
 
 class Learner(nn.Module):
-    """The model, and the probe that helps its tower."""
+    """The model, and the probe that helps to train its tower."""
 
     def __init__(self, config: dict, seed: int):
         super().__init__()
@@ -78,7 +77,7 @@ class Trainer(run.Trainer):
         self.start()
 
     def losses(self) -> list[Tensor]:
-        """Return losses of answers and squares with crops, of answers and quarters without, and off topic."""
+        """Return five losses: answers and probe with crops, answers and probe without crops, and off-topic answers."""
         if self.step < self.recipe.see:
             return [*self._see(), torch.zeros(())]
         return [*self._speak(True), *self._speak(False), self._step_aside()]
@@ -87,12 +86,12 @@ class Trainer(run.Trainer):
         return self.accuracy("select", self.recipe.measure_on)
 
     def draw(self, count: int, *, crowded: bool = False) -> list[pages.Page]:
-        """Draw the pages of this step and worker, which are never drawn again."""
+        """Draw the pages of this step and worker; later steps draw different pages."""
         first = (self.step * WORKERS + self.rank) * 64
         return [pages.draw_page("train", first + i, crowded=crowded) for i in range(count)]
 
     def _see(self) -> list[Tensor]:
-        """Train only the tower, on crops of crowded pages and on overviews; add to the gradients, return the losses."""
+        """Train only the tower, on crops of crowded pages and on overviews; add to the gradients; return the losses."""
         losses = []
         for crops, count in ((True, self.recipe.crowded), (False, self.recipe.overviews * self.recipe.seeing)):
             drawn = self.draw(count, crowded=crops)
@@ -104,7 +103,7 @@ class Trainer(run.Trainer):
         return losses
 
     def _speak(self, crops: bool) -> tuple[Tensor, Tensor]:
-        """Ask about pages with or without crops; add to the gradients, return the losses of answers and squares."""
+        """Ask about pages with or without crops; add to the gradients; return the losses of answers and probe."""
         r = self.recipe
         drawn = self.draw(r.pages if crops else r.overviews)
         batch = self.ask(drawn, KINDS, crops, np.random.default_rng([r.seed, self.step, self.rank, crops]))
@@ -115,7 +114,7 @@ class Trainer(run.Trainer):
         return answers.detach(), squares.detach()
 
     def _step_aside(self) -> Tensor:
-        """Alternate pages with and without crops, and text alone with off-topic questions; see `_speak`."""
+        """Ask off-topic questions about pages with crops, pages without crops, or no page; add to the gradients."""
         turn, r = self.step // 2 % 4, self.recipe
         if self.step % 2:
             return torch.zeros(())
@@ -134,7 +133,7 @@ class Trainer(run.Trainer):
         return loss.detach()
 
     def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator, *, vary: bool = True) -> Batch:
-        """Prepare pages with their questions; from now on the model shows its media with crops, or without."""
+        """Build a batch of pages with questions; from then on, the model's prompts have crops if `crops` is set."""
         self.learner.vlm.family = self.families[crops]
         questions = [pages.draw_questions(page, kinds, rng) for page in drawn]
         if vary:
@@ -160,7 +159,7 @@ class Trainer(run.Trainer):
 
 
 def draw_aside(page: pages.Page, rng: np.random.Generator) -> pages.Question:
-    """Draw an everyday sentence, a question about a box that does not exist, or a question that fits scenes."""
+    """Draw an everyday sentence, a question about a missing box, or a question that fits scenes but not pages."""
     sort = rng.random()
     if sort < 0.6:
         return pages.Question("everyday", everyday.draw(rng), pages.HELP)
@@ -173,7 +172,7 @@ def draw_aside(page: pages.Page, rng: np.random.Generator) -> pages.Question:
 
 
 def _pixels(drawn: list[pages.Page]) -> Tensor:
-    """(B, 1, H, W, 3) uint8."""
+    """Render pages as (B, 1, H, W, 3) uint8."""
     return torch.from_numpy(np.stack([pages.render(page) for page in drawn])[:, None])
 
 
