@@ -70,7 +70,7 @@ def answer_each(
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beams may depend on it
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beam search may depend on the limit
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)

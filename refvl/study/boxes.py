@@ -90,7 +90,7 @@ def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, in
     if convention.space is not None:
         return convention.space
     if resized is None:
-        raise ValueError(f"resized: {convention.title} counts pixels of the resized image; pass its (width, height)")
+        raise ValueError(f"resized: expected the (width, height) of the resized image for {convention.title}, got None")
     return _size(resized, "resized")
 
 

@@ -60,7 +60,7 @@ LookupTokens = Annotated[
     int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
 Adapter = Annotated[
-    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several adapters add up")
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; effects of several add up")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
@@ -313,7 +313,8 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 @command()
 def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
-    b: Annotated[str, typer.Argument(help="a second folder that it wrote, from a run with the same prompt and media")],
+    b: Annotated[str, typer.Argument(
+        help="a second folder that `trace --save` wrote, from a run with the same prompt and media")],
     rtol: Annotated[float | None, typer.Option(
         help="tolerance, relative to a stage's largest value; default: 0.001, or the expected rounding error in the "
         "text model")] = None,

@@ -61,7 +61,7 @@ from refvl.study.arithmetic import encoder_operations
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 HEAD_DIMS = (64, 72, 80, 112, 128)  # those of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segment lengths, with empty segments first, last and in between
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segment lengths, with empty segments in between and last
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"

@@ -120,7 +120,7 @@ def test_no_boxes_are_no_boxes():
         ({"boxes": torch.zeros(1, 4, device="meta")}, TypeError, "boxes: expected"),
         ({"picture": (0, 5)}, ValueError, r"picture: every extent must be at least 1, got \(0, 5\)"),
         ({"picture": (5,)}, ValueError, r"picture: expected \(width, height\)"),
-        ({"resized": None}, ValueError, "resized: Qwen2.5-VL counts pixels of the resized image"),
+        ({"resized": None}, ValueError, r"resized: expected the \(width, height\) of the resized image"),
         ({"resized": (1.5, 2)}, TypeError, "resized: expected integers"),
         ({"family": 3}, TypeError, "family: expected a name such as 'Qwen2.5-VL', got int"),
     ],
