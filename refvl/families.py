@@ -209,7 +209,7 @@ def warn_of_left_out(folder: Path, family: Family) -> None:
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
-        warnings.warn(f"{folder}: {len(skipped)} weights of {parts} skipped: no audio here", stacklevel=2)
+        warnings.warn(f"{folder}: skipped {len(skipped)} weights of {parts}, because refvl has no audio", stacklevel=2)
 
 
 def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):

@@ -133,6 +133,6 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dic
 
 
 def _not_ours(out: Path, number: int, by_another: bool = False) -> ValueError:
-    other = "was answered by another model or with other settings"
+    other = "was answered by a different model or with different settings"
     what = other if by_another else "is not an answer to that line of the requests, or its media have changed"
     return ValueError(f"out: {out}, line {number + 1}: {what}; move it away")

@@ -34,7 +34,7 @@ STAGES = {  # stage -> dimensions of its tensors; None: 1 or 2
 }  # fmt: skip
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong tower by more
+ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong tower almost always by more
 RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
 GROWTH = 8  # a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
 

@@ -72,7 +72,7 @@ def text_uncounted_positions(
 
 
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
-    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 are rounded.
+    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 become even.
 
     vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
 

@@ -184,7 +184,7 @@ def test_answers_of_another_model_or_setting_are_not_continued(vlm, folder, file
     before = out.read_bytes()
     answer_file(other, file, out, common=COMMON, progress=False)  # loaded anew, it is the same
     assert out.read_bytes() == before
-    refused = "line 1: was answered by another model or with other settings; move it away"
+    refused = "line 1: was answered by a different model or with different settings; move it away"
     with pytest.raises(ValueError, match=refused):
         answer_file(vlm, file, out, common=COMMON | {"max_new_tokens": 3}, progress=False)
     with torch.no_grad():

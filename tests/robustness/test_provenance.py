@@ -218,7 +218,7 @@ def test_answers_are_not_continued_after_a_change(folder, tmp_path, edit):
     file, out = half_answered(folder, tmp_path)
     before = out.read_bytes()
     edit(folder, tmp_path)
-    what = "its media have changed" if edit is edit_picture else "answered by another model or with other settings"
+    what = "its media have changed" if edit is edit_picture else "by a different model or with different settings"
     with pytest.raises(ValueError, match=rf"^out: .*line 1: .*{what}; move it away$"):
         answer_file(load(folder), file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
@@ -249,7 +249,7 @@ def test_how_strongly_an_adapter_acts_counts(folder, beside, tmp_path):
     assert describe_model(vlm) != described
     change_json(tmp_path / "adapter" / adapters.CONFIG, lora_alpha=3)
     for model in (vlm, load(folder, adapters=[tmp_path / "adapter"]), load(folder, adapters=[])):
-        with pytest.raises(ValueError, match="answered by another model or with other settings|has changed since"):
+        with pytest.raises(ValueError, match="a different model or with different settings|has changed since"):
             answer_file(model, file, out, common=COMMON, progress=False)
 
 
@@ -270,7 +270,7 @@ def test_settings_that_a_program_changes_count(folder, tmp_path):
     for change in (penalise, reword, train):
         vlm = load(folder)
         change(vlm)
-        with pytest.raises(ValueError, match="answered by another model or with other settings"):
+        with pytest.raises(ValueError, match="answered by a different model or with different settings"):
             answer_file(vlm, file, out, common=COMMON, progress=False)
 
 
