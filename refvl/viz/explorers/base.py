@@ -51,12 +51,15 @@ class Control:
     """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
 
     options: numbers or strings, in order, without repetition. label: the text before the control, with the unit.
+    plays: the text on the button of a player, which says what will move. rare: whether the control is folded away.
     """
 
     name: str
     label: str
     options: Sequence
     kind: str = "slider"
+    plays: str = "play"
+    rare: bool = False
 
 
 class Explorer(anywidget.AnyWidget):

@@ -30,7 +30,7 @@ class EvsExplorer(Explorer):
         "EVS, efficient video sampling, drops a share q of the video's tokens: those that differ least from the "
         "frame before."
     )
-    action = "Press play, or drag across the curve of the answer."
+    action = 'Press "prune more", or drag across the curve of the answer.'
     takeaway = "Half of the tokens can go because they repeat the frame before; drop too many, and the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
@@ -63,7 +63,7 @@ class EvsExplorer(Explorer):
         start = min((state for state in states if state[0] == clips[0]["name"]), key=lambda state: abs(state[1] - q))
         controls = [
             Control("clip", "question", [clip["name"] for clip in clips], kind="menu"),
-            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player"),
+            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player", plays="prune more"),
         ]
         first = len(clips) == 1  # then there is no video to choose
         return {

@@ -34,7 +34,7 @@ class FamiliesExplorer(Explorer):
         kinds = list(dict.fromkeys(kind for kind, _ in rows))
         controls = [
             Control("kind", "media item", kinds, kind="menu"),
-            Control("size", "size or length", [size for _, size in rows], kind="player"),
+            Control("size", "size or length", [size for _, size in rows], kind="player", plays="make it larger"),
         ]
         shared = {
             "families": {name: [FAMILY_KEYS[name], FAMILY_MARKS[name]] for name in counted["configs"]},

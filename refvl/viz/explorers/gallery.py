@@ -77,7 +77,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "tower": lambda: explore_tower(
         small_model(),
-        {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
+        {"a scene": ("What shape is in the center?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
     ),
     "costs": explore_costs,
     "deepstack": lambda: explore_deepstack(

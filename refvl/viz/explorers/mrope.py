@@ -39,8 +39,8 @@ class MropeExplorer(Explorer):
 
     def __init__(self):
         controls = [
-            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu"),
-            Control("theta", "theta", THETAS),
+            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu", rare=True),
+            Control("theta", "theta", THETAS, rare=True),
             *(Control(axis, f"{axis} of the key", list(range(extent))) for axis, extent in EXTENT.items()),
         ]
         self.axes = {name: mrope_axis_of_pairs(s, interleaved=i) for name, (s, i) in SECTIONS.items()}

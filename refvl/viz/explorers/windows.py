@@ -38,7 +38,8 @@ class WindowsExplorer(Explorer):
     )
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (
-        "A window is an order and a cut: its tokens are put next to each other, and each attends only to that window."
+        "A window is a square of the image: tokens are sorted so that each window is contiguous, and cu_seqlens marks "
+        "where attention stops."
     )
 
     def __init__(
