@@ -204,7 +204,7 @@ def explore_assignment(
 ) -> "AssignmentExplorer":
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
-    sizes: of the items in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
+    sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
     Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     from refvl.viz.explorers.assignment import AssignmentExplorer

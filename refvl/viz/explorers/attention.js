@@ -68,7 +68,7 @@ export default explorer(view => {
 
   const seeing = { name: () => {
       const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "full attention";
-      return `Before there were tokens: in the tower, the image encoder, patches look at patches. Block ${view.option("block")} (${inside}), ` +
+      return `Before there are tokens, patches attend to each other in the tower, which is the image encoder. Block ${view.option("block")} (${inside}), ` +
         `${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}` +
         (view.item < 0 ? ": point at a patch" : ": the framed patch looks at what is not faded") + (inside === "windows" ? ". Thick lines: borders of windows" : "");
     },

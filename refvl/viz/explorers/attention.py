@@ -119,7 +119,7 @@ class AttentionExplorer(WatchedExplorer):
 
 
 def _finder(w: Watched, layer: int) -> int:
-    """The head of a layer that gives the most attention to one token of the image."""
+    """Return the head of a layer that gives the most attention to a single image token."""
     return int(media_attention(w.trace)[layer].amax(-1).argmax())
 
 

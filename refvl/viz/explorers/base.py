@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def palette() -> dict[str, dict]:
-    """Return the colours of each theme, and 32 along a sequence, first to last."""
+    """Return the colours of each theme, including a ramp of 32 colours for sequences, from first to last."""
     ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
     return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
 

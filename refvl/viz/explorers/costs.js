@@ -42,9 +42,9 @@ export default explorer(view => {
     });
   }
   const in_window = () => (view.option("window") / view.shared.patch) ** 2;
-  picture(() => `a block in windows: the patch looks at ${in_window()} patches`,
+  picture(() => `a block in windows: the patch attends to ${in_window()} patches`,
     () => `In a block with windows, the marked patch attends to at most ${in_window()} patches: those that are not faded`, false);
-  picture(() => `a block with full attention: the patch looks at ${view.row.patches.toLocaleString("en")} patches`,
+  picture(() => `a block with full attention: the patch attends to ${view.row.patches.toLocaleString("en")} patches`,
     () => `In a block with full attention, it attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
 
   // blocks with full attention stand apart as evenly as they can

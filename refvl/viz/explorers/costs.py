@@ -43,7 +43,7 @@ class CostsExplorer(Explorer):
         states = [
             (side, full, window)
             for side, full, window in itertools.product(SIDES, counts, WINDOWS)
-            if full < config.depth or window == WINDOWS[0]  # without windows, their size does not matter
+            if full < config.depth or window == WINDOWS[0]  # the window size has no effect if no block uses windows
         ]
         controls = [
             Control("side", "image, px", SIDES),
@@ -105,7 +105,7 @@ def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tu
 
 
 def pairs(lengths: Sequence[int]) -> int:
-    """Of patches that look at each other."""
+    """Return the number of pairs of patches that attend to each other."""
     return sum(length**2 for length in lengths)
 
 

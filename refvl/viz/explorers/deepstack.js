@@ -89,7 +89,7 @@ export default explorer(view => {
   const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // beside the way, if there is room
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
-    caption: () => "The answer to each choice of features; press a line",
+    caption: () => "The answer for each choice of features; press a line",
     size: () => [W(), 34 + asked().answers.length * LINE],
     drag: (x, y) => view.choose("kept", Math.max(0, Math.min(asked().answers.length - 1, Math.floor((y - 34) / LINE)))),
     grab: () => false,

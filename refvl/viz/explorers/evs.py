@@ -89,7 +89,7 @@ class EvsExplorer(Explorer):
 
 
 def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
-    """Return pruning rate -> (M,) bool, for the smallest of `RATES` that leads to each mask."""
+    """Return the distinct masks, (M,) bool, each under the smallest of `RATES` that produces it."""
     masks: dict[tuple, tuple[float, Tensor]] = {}
     for rate in RATES:
         keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, rate)
@@ -98,7 +98,7 @@ def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
 
 
 def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> dict[str, Any]:
-    """Return a video by itself, without a prompt: its positions begin at 0."""
+    """Return a video without a prompt; its positions begin at 0."""
     positions, _ = get_mrope_input_positions(len(embeds_MD), [MediaSpan(0, *merged_thw)])
     rows = {
         rate: _row(keep_M, keep_M, positions) | {"answer": "", "chances": []}

@@ -41,8 +41,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
     caption: () => view.option("kind") === "image"
-      ? "The costs of one square image; each bar is relative to the longest of its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
-      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest of its column. Step3-VL accepts no video`,
+      ? "The costs of one square image; each bar is relative to the longest in its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
+      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest in its column. Step3-VL accepts no video`,
     size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
     at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,

@@ -48,7 +48,7 @@ def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
 
 
 def upside_down(clip) -> np.ndarray:
-    """The frames of a video, each rotated by 180 degrees."""
+    """Return the frames of a video, each rotated by 180 degrees."""
     return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
 
 

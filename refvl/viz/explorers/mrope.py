@@ -34,7 +34,8 @@ class MropeExplorer(Explorer):
     )
     action = "Drag the key ✕ down, out of the query's row: now the pairs of h differ, too, and the score falls."
     takeaway = (
-        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their distance."
+        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their offsets in "
+        "t, h and w."
     )
 
     def __init__(self):

@@ -97,7 +97,7 @@ export default explorer(view => {
     }).filter(Boolean);
   }
   view.canvas({
-    name: () => rules.map((rule, k) => `${rule}: text goes on at ${view.row.rules[k].end}`).join("; "),
+    name: () => rules.map((rule, k) => `${rule}: text continues at ${view.row.rules[k].end}`).join("; "),
     caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text, whose h and w are equal, so it runs down the diagonal. Circles: tokens of the overview, under the slices. " +
       "Frames at the same position are drawn like a fan of cards",
     size: () => [MAPS(), Math.ceil(4 / columns()) * (side() + HEAD + FOOT)],
@@ -147,7 +147,7 @@ export default explorer(view => {
           }
         }
         pen.fillStyle = view.colors.ink; pen.textAlign = "right"; pen.textBaseline = "top";
-        pen.fillText(`${side() < 170 ? "next text" : "text goes on at"} ${found.end}`, side(), HEAD + side() + 4);
+        pen.fillText(`${side() < 170 ? "next text" : "text continues at"} ${found.end}`, side(), HEAD + side() + 4);
         const chosen = laid.find(([i]) => i === view.item);
         if (chosen) {
           const [, x, y] = chosen, [h, w] = [at(found, 1, view.item), at(found, 2, view.item)];

@@ -114,7 +114,7 @@ export default explorer(view => {
   const WIDE = () => Math.min(view.fit(996), 3 * W() + (upright() ? TILE + 72 : 48)), small = () => Math.min(120, (WIDE() - GAP * (stages() - 1)) / stages());
   const apart = () => (WIDE() - small()) / (stages() - 1);
   view.canvas({
-    name: () => "every block: the same maps, and how like the chosen patch the rest of its token is",
+    name: () => "every block: the same maps, and the similarity of the chosen patch to the rest of its token",
     caption: () => "The third map after every block; drag across them. Lines: how similar the chosen patch is, on average, to the other three patches of its token (orange) and to all others (gray). " +
       `1: alike; 0: unrelated; below 0: opposed. For ${shown().closer} of the ${count()} patches, the orange line gains on the gray one`,
     size: () => [WIDE(), TEXT + small() * size()[1] / W() + (view.big ? 190 : 120)],

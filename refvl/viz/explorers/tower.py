@@ -121,14 +121,14 @@ def _name(block: int, segments: Tensor) -> str:
 
 
 def likeness(state_NE: Tensor) -> Tensor:
-    """(N, N) cosines between the states of patches, whose mean is subtracted first."""
+    """Return the (N, N) cosines between the patches' states after their mean is subtracted."""
     own_NE = state_NE.double() - state_NE.double().mean(0)
     own_NE = own_NE / own_NE.norm(dim=1, keepdim=True)
     return own_NE @ own_NE.T
 
 
 def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
-    """(stages, N): how alike a patch and the others of its merge block are, on average."""
+    """Return each patch's mean similarity to the rest of its merge block, (stages, N)."""
     stages, count, _ = alike.shape
     blocks = alike.view(stages, count // block, block, count // block, block)
     own = torch.stack([blocks[:, i, :, i] for i in range(count // block)], 1)  # (stages, M, block, block)
@@ -136,7 +136,7 @@ def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
 
 
 def mean_of_the_rest(alike: Tensor, block: int) -> Tensor:
-    """(stages, N): how alike a patch and those of all other merge blocks are, on average."""
+    """Return each patch's mean similarity to the patches of all other merge blocks, (stages, N)."""
     _, count, _ = alike.shape
     own = mean_of_the_others(alike, block) * (block - 1) + 1  # (stages, N), the sum over its merge block
     return ((alike.sum(-1) - own) / (count - block)).float()

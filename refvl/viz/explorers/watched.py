@@ -45,7 +45,7 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The first patch of the token with the most attention from the first new token, in the last layer."""
+        """The first patch of the token that the first new token attends to most in the last layer."""
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
     def on_grid(self, values_N: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "who sees whom, in window order",
+    name: () => "which token attends to which, in window order",
     caption: () => "Which token attends to which, in window order: only to those of its own square. The squares begin at the numbers in cu_seqlens",
     size: () => [side(), side()],
     at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),

@@ -18,7 +18,7 @@ RESIZING = (
     "Patches and tokens", "How many tokens does an image cost?",
     "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
     "Give the image more tokens. Then choose a patch.",
-    "The budget decides the size of the image, and its size decides the number of tokens.",
+    "The budget determines the size of the image, and the size determines the number of tokens.",
 )  # fmt: skip
 HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
 
@@ -115,7 +115,7 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
 
 
 def _inside(row: dict, share: float) -> int:
-    """The patch that lies `share` of the way to the right and down."""
+    """Return the patch at `share` of the width and height."""
     rows, columns = row["grid"]
     distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
     return int(distances.argmin())
