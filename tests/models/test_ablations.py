@@ -30,9 +30,8 @@ def test_it_was_measured_on_the_shipped_weights():
 def test_what_is_needed():
     """As docs/quality.md and the notebooks say it: what each model was seen to need, and no more."""
     needed = {(row["model"], row["mechanism"], row["question"]) for row in ROWS if row["needed"]}
-    assert {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"} == {
-        ("M-RoPE", "place"), ("seconds", "change"),
-    }  # fmt: skip
+    of_glm = {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"}
+    assert of_glm == {("M-RoPE", "place"), ("seconds", "change"), *(("size", kind) for kind in ablations.IMAGES)}
     assert {("tiny-qwen3_vl", "deepstack", "motion"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
     assert {("tiny-minicpmv-4_7", mechanism, "place") for mechanism in ("canvas", "slices")} <= needed
     assert not {"rotary", "windows"} & {mechanism for _, mechanism, _ in needed}
