@@ -34,7 +34,7 @@ from refvl.study.report import Trace
 from refvl.viz import plot_ablations
 from refvl.viz.style import png_of
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "minicpmv4_7", "step3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_table", "minicpmv", "minicpmv4_7", "step3")
 CHANCE = {
     "color": 1 / len(scenes.COLORS), "shape": 1 / len(scenes.SHAPES), "place": 1 / len(scenes.PLACES),
     "motion": 1 / len(scenes.DIRECTIONS), "change": 1 / scenes.STEPS,
@@ -267,6 +267,7 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
     "qwen2_5_vl": (*ROTARY, *WINDOWS, *M_ROPE),
     "qwen3_vl": (*ROTARY, *TABLE, Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS),
     "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
+    "glm4v_table": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
     "minicpmv": (
         *TABLE,
         Ablation("keys without places", "resampler", of_resampler(positions=lambda p: torch.zeros_like(p.positions))),

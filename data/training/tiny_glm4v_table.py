@@ -1,12 +1,7 @@
-"""The tiny GLM-4.1V whose tower has to read its position table; its weights are not shipped yet.
+"""The tiny GLM-4.1V whose tower has to read its position table: `data/checkpoints/tiny-glm4v-table`.
 
-Its training starts from the shipped checkpoint, which reads places from M-RoPE, and continues with exchanged vectors of
-the table and with scenes of other sizes: see `train_tiny.py`, 8 and 9. `train_tiny --model glm4v_table --out FOLDER`.
-
-A trial of 500 steps had one size per worker in a step, and an object on an edge counted for one token only. Of 100
-held-out questions each about colour, shape, place, motion and change, 100 were answered correctly. With the table
-transposed, 100 places were mirrored, and with a table of zeros, 16 were correct. At other sizes, 78 of 100 colours were
-correct (`tiny-glm4v`: 63 of 180), fewest if an object lies in several tokens.
+Its training starts from `tiny-glm4v`, which reads places from M-RoPE, and continues with exchanged vectors of the table
+and with scenes of other sizes: see `train_tiny.py`, 8 and 9. Apart from the weights, both folders are the same.
 """
 
 from pathlib import Path

@@ -37,7 +37,7 @@ A model reads an input only if nothing else contains the same information:
    of them were. So this family has as many videos as images in a step, and its questions about images are mostly about
    places. With 14 images, 6 videos and five questions, training took a third more time; with 8 and 9, and questions as
    in other families, answers about exchanged slices stayed at 94 %.
-8. **Or the position table is.** GLM's tower can learn to read places from its table (`tiny_glm4v_table.py`). In most
+8. **Or the position table is.** A second GLM (`tiny_glm4v_table.py`) learns to read places from its table. In most
    batches of images the vectors of the tokens are exchanged, and the questions and the first probe, which then asks for
    the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
    patches to which it is added.
