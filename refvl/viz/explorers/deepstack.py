@@ -83,7 +83,7 @@ class DeepstackExplorer(Explorer):
         changed = replace(run, deepstack=run.deepstack * factors)
         with torch.inference_mode():
             logits = model.language_model(
-                inputs_embeds=run.inputs_embeds[None], position_ids=run.positions[:, None],
+                inputs_embeds=run.inputs_embeds[None], position_ids=run.positions[:, None].to(model.device),
                 deepstack_embeds=changed.deepstack[None], logits_to_keep=1,
             ).logits  # fmt: skip
         [text] = model.answers([changed], max_new_tokens=NEW_TOKENS)
