@@ -1161,16 +1161,18 @@ def circles(first: int, count: int) -> tuple[list[np.ndarray], list[str]]:
 
 def serve(
     images: Sequence[np.ndarray],
-    shown: Iterable[tuple[refvl.VLM, list[int]]],
+    requests: Iterable[tuple[refvl.VLM, list[int]]],
     keys_of: Callable[[refvl.VLM, list], list],
-    keep: Callable[[Tensor], Tensor] = torch.clone,
+    *,
+    view: bool = False,
 ) -> list[str]:
-    """Ask for the circle's colour, once for each model and indices of images in `shown`, with a dict as the cache.
+    """Ask for the circle's colour, once for each model and indices of images in `requests`, with a dict as the cache.
 
-    keys_of: the model and the request's patches -> a key for each image. keep: new embeddings -> what is cached.
+    keys_of: the model and the request's patches -> a key for each image. view: the tower writes all embeddings into one
+    buffer, and the cache stores views of it.
     """
     kept, answers = dict[Any, Tensor](), list[str]()
-    for model, indices in shown:
+    for model, indices in requests:
         arguments = {"prompt": "What color is the circle?", "images": [images[i] for i in indices]}
         patches = model.trace(**arguments, max_new_tokens=1).patches
         keys = keys_of(model, patches)
@@ -1178,7 +1180,8 @@ def serve(
         def look_up(made: list[Tensor], keys: list = keys) -> list[Tensor]:
             for key, embeds in zip(keys, made, strict=True):
                 if key not in kept:
-                    kept[key] = keep(embeds)
+                    memory = next(iter(kept.values())) if view and kept else torch.empty_like(embeds)
+                    kept[key] = memory.copy_(embeds)
             return [kept[key] for key in keys]
 
         answers.append(model.trace(**arguments, max_new_tokens=8, replace={"embeds": look_up}).text)
