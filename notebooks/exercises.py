@@ -30,7 +30,6 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from urllib.parse import quote
 
 import numpy as np
@@ -464,15 +463,22 @@ def check_mrope_positions(function: Callable) -> str:
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
 
+def rotate_by(axes: Tensor) -> Callable:
+    """Return a forward hook of a rotary module, which rotates pair i by the positions of axis `axes[i]`."""
+
+    def hook(module: torch.nn.Module, arguments: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        angles = arguments[1][axes].float() * module.inv_freq[:, None, None]  # (pairs, B, L)
+        angles = angles.permute(1, 2, 0).repeat(1, 1, 2)
+        return angles.cos().to(output[0].dtype), angles.sin().to(output[0].dtype)
+
+    return hook
+
+
 def _ask_mrope_axes(function: Callable) -> list[Said]:
     model, requests = _tiny("qwen3_vl"), requests_for("place", 4, split="demo")
     axes = function(model.language_model.config.rope_parameters["mrope_section"])
     runs = [model.trace(**request.arguments, max_new_tokens=1) for request in requests]
-
-    def assigned(freq: Tensor) -> Tensor:  # (3, B, L, pairs) -> (B, L, 2 * pairs)
-        return freq[axes, :, :, torch.arange(len(axes))].permute(1, 2, 0).repeat(1, 1, 2)
-
-    with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", assigned):
+    with model.language_model.model.rotary_emb.register_forward_hook(rotate_by(axes)):
         said = model.answers(runs, max_new_tokens=16)
     return _paired(requests, said)
 

@@ -71,12 +71,13 @@ class CostsExplorer(Explorer):
     def figure(self) -> Figure:
         row, options = self.row(self.index), self.options
         figure, ax = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-        names = ("windows in every block", f"{options['full']} of {self.config.depth} over the full frame", "in all")
+        depth = self.config.depth
+        names = ("windows in every block", f"{options['full']} of {depth} over the full frame", f"all {depth}")
         colors = (TOKEN_COLORS["image"], "black", TOKEN_COLORS["video"])
         for name, curve, color in zip(names, row["curves"], colors, strict=True):
             ax.plot(SIDES, curve / 1e12, "o-", color=color, label=name)
         ax.axvline(options["side"], color="0.5", ls="--", lw=1)
-        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10^12 operations")
+        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10¹² operations")
         ax.legend(fontsize=8)
         return figure
 

@@ -7,7 +7,7 @@ export default explorer(view => {
   const count = () => view.row.host.shape[0];
   const times = (name, i) => [view.row[name][2 * i], view.row[name][2 * i + 1]];
   const end = name => view.row[name].at(-1);
-  const us = n => `${+n.toFixed(1)} us`;
+  const us = n => `${+n.toFixed(1)} µs`;
   const scale = () => (W() - LEFT - RIGHT) / Math.max(end("eager"), end("replay"));
   const titles = () => [
     `host, eager: ${count()} launches`,
@@ -46,7 +46,7 @@ export default explorer(view => {
       });
       const longest = Math.max(end("eager"), end("replay")), every = [1, 2, 5, 10, 20, 50].find(n => longest / n <= 10);
       pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "center";
-      for (let at = 0; at <= longest; at += every) pen.fillText(at ? at : "0 us", Math.max(LEFT + 10, LEFT + at * unit), height);
+      for (let at = 0; at <= longest; at += every) pen.fillText(at ? at : "0 µs", Math.max(LEFT + 10, LEFT + at * unit), height);
     },
   });
 
