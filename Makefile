@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo`, then `make test`. Each target sets up .venv when it is missing or outdated.
+# Everything a newcomer needs: `make demo`, then `make test`. Each target sets up .venv if it is missing or outdated.
 
 PYTHON ?= python3
 MODEL  ?= qwen2_5_vl
@@ -7,14 +7,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# An outer limit for the notebooks, where the system has `timeout`
+# An outer limit for the notebooks, if the system has `timeout`
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
-# TESTS takes more of pytest's arguments
+# TESTS passes more arguments to pytest
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 NBMAKE := OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1
 QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.py
 FIRST_NOTEBOOKS := 0[0-5]_*.ipynb
-# Modules are compiled when they are first imported, few of many; without bytecode every process would do it again
+# Only the imported modules are compiled, on their first import; without bytecode, every process would compile them again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ test-all: lint ## style, types, all tests with their coverage, every notebook
 	$(NBMAKE) notebooks
 	$(MAKE) test-claims
 
-test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with those that break a claim (NB=12: one of them)
+test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with values that break a claim (NB=12 runs one)
 	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'
 	OMP_NUM_THREADS=1 NB=$(NB) $(BIN)/python -m pytest -m claims tests/project/test_claims.py
 
@@ -69,19 +69,19 @@ test-slow: $(STAMP) ## the tests that take minutes
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py
 
-test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (ALL=1: every notebook, too; RECORD=1 keeps numbers and stills)
+test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (ALL=1 also runs every notebook; RECORD=1 saves timings and screenshots)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) -c constraints.txt -e '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/browser
 
-lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and open them in JupyterLab
+lab: $(STAMP) ## trust the shipped notebooks, so that their explorers are live, and open them in JupyterLab
 	$(BIN)/jupyter trust notebooks/*.ipynb
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one, and how many of forty planted bugs it sees
+test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one, and how many of forty planted bugs they detect
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
 	OMP_NUM_THREADS=1 $(BIN)/python tests/cuda_sim/mutants.py
 
-test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... takes another)
+test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... selects a different one)
 	$(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/pip install --quiet "$(TORCH)"
 	@.venv-cuda/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || { \
@@ -101,7 +101,7 @@ notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
 	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb notebooks/index.ipynb
 
-site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/ (BASE=https://... is where they will be)
+site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/ (BASE=https://... is their future address)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/pages.py $(if $(BASE),--base $(BASE))
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
@@ -110,8 +110,8 @@ train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) .venv-quantised outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
-# pip first, if it can be had: older ones take twice as long. Then torch, by its pin alone, so that nothing else decides
-# which build is taken
+# First a new pip, if available, because older ones take twice as long. Then torch alone by its pin, so that nothing else
+# determines its build
 $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "refvl needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)."; \

@@ -6,8 +6,9 @@ removed, such as height and width. Then the new answer is known, and the share o
 measured, too. Only the inputs of the mechanism change: either pixels, weights and prompt are kept, or only the prompt
 changes.
 
-A mechanism counts as needed if its share is separated from that of the plain run: their 95 % intervals do not overlap.
-With --write the result is written to data/measurements/ablations.json, and its figure to data/figures/ablations.png.
+A mechanism counts as needed if its share differs clearly from that of the plain run: their 95 % intervals do not
+overlap. With --write the result is written to data/measurements/ablations.json, and its figure to
+data/figures/ablations.png.
 """
 
 import json
@@ -168,12 +169,12 @@ def token_blocks(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Tra
 
 
 def on_canvas(order: tuple[int, ...]) -> Callable[[Trace], dict[str, Callable]]:
-    """Slices, with their marks, at each other's places on the canvas."""
+    """Exchange the positions of slices on the canvas, together with their separators."""
     return lambda trace: {"positions": lambda now: exchange_places(replace(trace, positions=now), order).positions}
 
 
 def one_place(trace: Trace) -> dict[str, Callable]:
-    """An overview, its slices and all of their marks at one position."""
+    """Give an overview, its slices and all of their separators the same position."""
     first, last = trace.spans[0].offset - 1, trace.spans[-1].offset + trace.spans[-1].num_tokens
 
     def positions(positions_3L: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def one_place(trace: Trace) -> dict[str, Callable]:
 
 
 SLICES = [1, 0, 3, 2]  # the order of the slices if they are exchanged
-CANVAS = (8, 7, 6, 5, 4, 3, 2, 1, 0)  # the slice at whose place each slice stands
+CANVAS = (8, 7, 6, 5, 4, 3, 2, 1, 0)  # for each slice, the slice whose place it takes
 
 
 def mirrored(asked: Asked) -> str:
@@ -204,7 +205,7 @@ def moved_corners(asked: Asked) -> str:
 
 
 def moved_on_canvas(asked: Asked) -> str:
-    """The place that the canvas tells; the center stays."""
+    """Return the place that exchanged slices indicate on the canvas; the center does not change."""
     return scenes.PLACES[CANVAS[scenes.PLACES.index(asked.answer)]]
 
 

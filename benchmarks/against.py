@@ -1,9 +1,9 @@
-"""The CPU benchmarks of this tree and of other commits, in one run: `python -m benchmarks.against COMMIT ...`.
+"""Compare the CPU benchmarks of this tree and of other commits in one run: `python -m benchmarks.against COMMIT ...`.
 
-Each commit is checked out beside the repository and measured by a process of its own, with its own `benchmarks`: every
-row of `bench tower` and `bench performance`. For each row the processes take turns, so a busy machine slows all of
-them. A row's figure is the shortest of several calls; its ratio is the median over the rounds of this tree's CPU time
-by the commit's. With --write the results go to data/measurements/against_cpu.json.
+Each commit is checked out into a separate folder. Its own process measures every row of `bench tower` and `bench
+performance` with its own `benchmarks`. For each row the processes take turns, so a busy machine slows all of them. The
+time of a row is the shortest of several calls; its ratio is this tree's CPU time divided by the commit's, as the median
+over the rounds. With --write the results are written to data/measurements/against_cpu.json.
 """
 
 import json
@@ -27,17 +27,17 @@ import typer
 from benchmarks.report import PrintedTable, Repeats, Write, environment, resolve_device, write_measurement
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_LEAST = 0.03  # seconds: shorter calls are repeated until they take as long together
-ANSWER = "measured: "  # begins the lines that are not printed by a library
+AT_LEAST = 0.03  # seconds: shorter calls are repeated until together they take this long
+ANSWER = "measured: "  # the prefix of lines that do not come from a library
 
 # --- in the process of a tree -----------------------------------------------------------------------------------------
 
 
 def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
-    """What both benchmarks of the tree on `sys.path` time, in groups that are built one at a time: row -> call."""
+    """Return the calls that both benchmarks of the tree on `sys.path` time, by row, in groups built on demand."""
     from benchmarks import performance, tower
 
-    performance.side_by_side = lambda ways, repeats: ways  # in the place of their times
+    performance.side_by_side = lambda ways, repeats: ways  # return the calls instead of their times
     groups = {f"tower: {name}": partial(rows_of_tower, tower, name) for name in tower.TOWERS["cpu"]}
     for name in ("linear", "towers", "gains", "pixels", "decode", "evs"):
         groups[name] = partial(rows_of_performance, getattr(performance, f"measure_{name}"), name)
@@ -45,7 +45,7 @@ def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
 
 
 def rows_of_tower(tower: Any, name: str) -> dict[str, Callable]:
-    """refvl's whole call, and alone its plan, the forward without a plan and the attention; in float32."""
+    """Return float32 calls: the whole encoder, and separately its plan, its forward with a plan, and its attention."""
     rows: dict[str, Callable] = {}
     torch.manual_seed(0)
     _, ours = tower.build_pair(tower.TOWERS["cpu"][name], "cpu", torch.float32)
@@ -74,7 +74,7 @@ def rows_of_answers(performance: Any) -> dict[str, Callable]:
 
 
 def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
-    """The attention of one forward, all blocks, on the queries, keys and values that it had."""
+    """Return a call that repeats one forward's attention in all blocks, on the recorded queries, keys and values."""
     from refvl.attention import Segments
 
     attend, given = Segments.attend, list[tuple]()
@@ -89,8 +89,10 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 
 
 def serve() -> None:
-    """Answer each line on stdin: "kernel" with the kernel that the tree's towers take, "groups", the name of a group
-    with its rows, and the name of a row with its shortest CPU time.
+    """Answer each line on stdin until it is closed.
+
+    The answer to "kernel" is the kernel of the tree's towers, and to "groups" the names of all groups. The answer to a
+    group's name is its rows, and to a row's name its shortest CPU time.
     """
     from benchmarks.tower import choose_linear
 
@@ -104,7 +106,7 @@ def serve() -> None:
         elif name == "groups":
             answer = list(groups)
         elif name in groups:
-            rows = {}  # the memory of the last group
+            rows = {}  # frees the memory of the last group
             rows = groups[name]()
             answer = list(rows)
         else:
@@ -136,7 +138,7 @@ class Tree:
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
     def ask(self, what: str) -> Any:
-        """The answer of the process; RuntimeError if it has ended."""
+        """Return the answer of the process; raise RuntimeError if it has ended."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
@@ -147,7 +149,7 @@ class Tree:
 
 
 def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
-    """One row for each that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
+    """Yield each row that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
     if len(kernels := {tree.ask("kernel") for tree in trees.values()}) > 1:
         raise RuntimeError(f"kernel: each tree measures the kernels, and they chose {kernels}; measure again")
     groups = {name: tree.ask("groups") for name, tree in trees.items()}
@@ -158,7 +160,7 @@ def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
 
 
 def common(names: dict[str, list[str]]) -> list[str]:
-    """The names that all trees have, in the last tree's order."""
+    """Return the names that all trees have, in the last tree's order."""
     *others, last = names.values()
     return [name for name in last if all(name in other for other in others)]
 
@@ -182,7 +184,7 @@ def run(
     repeats: Repeats = 9,
     write: Write = False,
 ) -> None:
-    """The CPU benchmarks of this tree against those of other commits, in one run."""
+    """Compare the CPU benchmarks of this tree with those of other commits, in one run."""
     resolve_device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         trees = {}
@@ -210,7 +212,7 @@ def run(
 
 
 def processor_name() -> str:
-    """The processor's own name, where Linux says it."""
+    """Return the processor's name as Linux reports it, or else a generic name."""
     file = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", file.read_text()) if file.is_file() else []
     return names[0] if names else platform.processor()

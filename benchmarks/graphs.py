@@ -96,7 +96,7 @@ def capture(manager: EncoderGraphManager) -> dict:
 
 
 def one_call(encoder, layouts: list) -> Callable:
-    """The eager encoder on random pixels, which are drawn now."""
+    """Return a call of the eager encoder on random pixels, which are drawn now."""
     x = torch.randn(count_rows(encoder, layouts), values_per_row(encoder), device=encoder.device, dtype=encoder.dtype)
     return partial(encoder, x, layouts)
 

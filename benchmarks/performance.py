@@ -245,7 +245,7 @@ def prefill(language_model, embeds: Tensor) -> None:
 
 
 def operations_of_prefill(language_model, tokens: int) -> int:
-    """Its layers on all tokens, its head on the last one."""
+    """Run the layers on all tokens and the head on the last one."""
     return prefill_operations(language_model, tokens) + 2 * language_model.lm_head.weight.numel()
 
 

@@ -1,4 +1,4 @@
-"""Record the stages of a running vLLM, in a folder for `refvl compare`. Why do the two differ? Three commands:
+"""Record the stages of a running vLLM, in a folder for `refvl compare`. Why do refvl and vLLM differ? Three commands:
 
     python -m refvl trace FOLDER "What is it?" --image a.png --save ours
     python -m benchmarks.record_vllm FOLDER "What is it?" --image a.png --save theirs

@@ -91,7 +91,7 @@ class PrintedTable:
 
 
 def processor_seconds(call: Callable) -> float:
-    """Return the CPU time of a call in this thread; the clock stands still while other threads run."""
+    """Return the CPU time of a call in this thread; the clock stops while other threads run."""
     start = time.thread_time()
     call()
     return time.thread_time() - start

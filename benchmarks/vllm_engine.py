@@ -40,7 +40,7 @@ def start(folder: str | Path, **options) -> Any:
         mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1,
         allowed_local_media_path=str(DATA), **options,
     )  # fmt: skip
-    if options.get("video_pruning_rate"):  # the runner for CPUs omits what the one for GPUs sets when it loads
+    if options.get("video_pruning_rate"):  # the runner for CPUs does not set this
         runner(engine).is_multimodal_pruning_enabled = True
     return engine
 
@@ -67,7 +67,7 @@ def start_tower(
     from vllm.forward_context import set_forward_context
 
     def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        own = runner(engine)  # the engine has to live on, because it empties its runner when it goes
+        own = runner(engine)  # keep the engine alive, because it empties its runner when it is deleted
         with set_forward_context(None, own.vllm_config):
             return own.model.visual(pixel_values, grid_thw=grid_thw)
 

@@ -252,7 +252,7 @@ def missed(rows: list[dict]) -> list[str]:
 
 
 def alone(function, *arguments) -> list[dict]:
-    """Return the result of a function in a process of its own, because an engine ends only with its process."""
+    """Return the result of a function that runs in a separate process, because an engine ends only with its process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 

@@ -1,6 +1,7 @@
-"""Nobody waits long for a notebook: on a quiet machine of two cores each takes less than a minute.
+"""A limit on the CPU time of each notebook, which takes less than a minute on a quiet machine with two cores.
 
-`make test` allows three of processor time, which waiting for others does not stretch, but a slow or shared core does.
+The tests allow three minutes of CPU time. Waiting for other processes does not count; a slow or shared core takes
+longer.
 """
 
 import resource
@@ -12,7 +13,7 @@ BEFORE = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items):
-    """The last notebooks first: 13 trains models and takes longest, and nothing else should wait for it at the end."""
+    """Run the last notebooks first: 13 trains models and takes longest, and nothing should wait for it at the end."""
     items.sort(key=lambda item: item.name, reverse=True)
 
 
@@ -24,5 +25,5 @@ def pytest_runtest_makereport(item, call):
     if call.when == "setup":
         item.stash[BEFORE] = seconds
     elif call.when == "call" and report.passed and (took := seconds - item.stash[BEFORE]) >= MOST:
-        report.outcome, report.longrepr = "failed", f"{item.name}: {took:.0f} processor seconds, allowed are {MOST:.0f}"
+        report.outcome, report.longrepr = "failed", f"{item.name}: {took:.0f} s of CPU time; the limit is {MOST:.0f} s"
     return report

@@ -5,8 +5,8 @@
     right     the number of cases
 
 Some exercises are repairs: the stub contains a mistake, and a small model answers questions with it (`ask`). Every
-verdict that is not right offers three hints. No check raises an error, and endless loops are stopped, so a notebook
-runs to its end even if exercises are unsolved. Solved exercises are recorded in a folder beside the notebooks
+other verdict than "right" offers three hints. No check raises an error, and endless loops are stopped, so a notebook
+runs to its end even if exercises are unsolved. Solved exercises are recorded in a folder next to the notebooks
 (`progress`), and an exercise is removed from it if a later attempt is wrong.
 """
 
@@ -72,7 +72,7 @@ Said = tuple[str, str, str]  # a question, the model's answer, the correct answe
 PICTURE = "{} x {} px (width x height)"  # names of cases
 POSITIONS = ("positions", "delta")
 NOTEBOOKS = Path(__file__).resolve().parent
-DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; what a reader writes is tried on the CPU
+DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; the reader's code runs on the CPU
 DONE = NOTEBOOKS / ".progress"  # an empty file for every solved exercise
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
 LIMIT = 10.0  # seconds that one call of a reader's function may take
@@ -317,7 +317,7 @@ def _tiny(name: str) -> refvl.VLM:
 
 
 def _paired(requests: Sequence, said: Iterable[str]) -> list[Said]:
-    """Return each request's question, what the model said, and the right answer."""
+    """Return each request's question, the model's answer, and the correct answer."""
     return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
 
 

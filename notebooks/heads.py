@@ -1,6 +1,7 @@
-"""The head of every notebook: below its title a line of links, then a cell that installs refvl where it is missing.
+"""The head of every notebook: a line of links below the title, then a cell that installs refvl if it is missing.
 
-`python notebooks/heads.py` writes both, for the address in pyproject.toml, and numbers the cells; it runs no notebook.
+`python notebooks/heads.py` writes both, using the address in pyproject.toml, and numbers the cells; it runs no
+notebook.
 """
 
 import tomllib
@@ -27,17 +28,17 @@ if importlib.util.find_spec("exercises") is None:  # not in its folder, for exam
 
 
 def repository() -> str:
-    """The public address of the repository, from pyproject.toml."""
+    """Return the public address of the repository, from pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 
 
 def chapters() -> list[Path]:
-    """The notebooks in the order of the course, the index last."""
+    """Return the notebooks in the order of the course, the index last."""
     return [*sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), ROOT / "notebooks/index.ipynb"]
 
 
 def line(path: Path) -> str:
-    """Markdown: the contents, the notebooks before and after, and where this one runs without an installation."""
+    """Return Markdown links to the contents, to the notebooks before and after, and to services that run this one."""
     *course, index = chapters()
     place = course.index(path) if path in course else -1
     neighbours = [] if path == index else [f"[Contents]({index.name})"]
@@ -52,7 +53,7 @@ def line(path: Path) -> str:
 
 
 def write_head(notebook: Any, path: Path) -> None:
-    """Put the head of the notebook at `path` into `notebook`, in place of an old one, and count its cells of code."""
+    """Put the head of the notebook at `path` into `notebook`, replacing an old one, and number its code cells."""
     links = new_markdown_cell(line(path), id="head-links", metadata={"tags": [HEAD]})
     hidden = {"tags": [HEAD, "remove-cell"], "jupyter": {"source_hidden": True}}
     install = new_code_cell(INSTALL.format(repository()), id="head-install", metadata=hidden)

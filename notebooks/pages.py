@@ -1,4 +1,4 @@
-"""The course as pages that need nothing else: an index, every executed notebook, every explorer, the files they name.
+"""The course as self-contained pages: an index, every executed notebook, every explorer, and the files they name.
 
     notebooks/*.ipynb -> notebooks/*.html     outputs as they were saved, explorers live, one file each
     GALLERY           -> explorers/*.html
@@ -6,11 +6,11 @@
     LIVE              -> live*.html           a model that runs in the page
     reference.py      -> reference.html       every public name
     STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
-    STILL             -> og.png               the image that a link to the site is shown with
-    *.py, *.md        -> files/*.html         what the stations and the notebooks link
+    STILL             -> og.png               the image shown with a link to the site
+    *.py, *.md        -> files/*.html         the files that the stations and notebooks link to
 
-`make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
-show, sizes stay below MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY and MAX_LIVE.
+`make site` checks all pages and writes them to site/: no link is dead, no page loads anything, every image has alt
+text, and sizes stay below MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY and MAX_LIVE.
 """
 
 import base64
@@ -42,7 +42,7 @@ CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """A stop on the journey: what happens there, and where it is shown, written down and explored.
+    """A stop on the journey: what happens there, and the notebooks, files and explorers that show it.
 
     stage: the stage of "One picture, line by line" that shows it.
     """
@@ -80,7 +80,7 @@ STATIONS = [
             ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ("costs",)),
 ]  # fmt: skip
 
-# who reads: what they want, and the pages in their order, by number of a notebook, name of an explorer, or address
+# reader: their goal, and their pages in order, each by a notebook's number, an explorer's name, or an address
 READERS = {
     "I just want to run it": ("Load a model, ask about an image, bring your own checkpoint.",
                               ("live.html", "00", "15", "reference.html")),
@@ -91,7 +91,7 @@ READERS = {
                ("live.html", *(f"{n:02}" for n in range(17)))),
 }  # fmt: skip
 
-# in the order of the course, with the notebook that each belongs to
+# explorers in the order of the course, each with its notebook
 EXPLORERS = {
     "windows": "01", "positions": "02", "mrope": "02", "evs": "03", "graph": "04", "launches": "04", "packing": "05",
     "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
@@ -110,9 +110,8 @@ style-src 'unsafe-inline'; img-src data: blob:"><link rel="icon" href="data:,">
 def build(out: Path, base: str = "") -> dict[str, int]:
     """Write the site into `out`; return the bytes of every page by its path. Raise ValueError if it is broken.
 
-    base: the address at which the site will be found, which previews of links need.
-
-    Notebooks are taken as they are: run `make notebooks` first if they changed.
+    base: the address of the published site, which link previews need. Notebooks are not run: if they changed, run `make
+    notebooks` first.
     """
     from refvl.viz.explorers.gallery import GALLERY
     from refvl.viz.journey import SHIPPED
@@ -141,12 +140,12 @@ def build(out: Path, base: str = "") -> dict[str, int]:
 
 
 def document(title: str, body: str, *, style: str = "") -> str:
-    """A whole page: `body` is HTML, `style` CSS beside the site's own."""
+    """Return a whole page: `body` is HTML, and `style` is CSS in addition to the site's own."""
     return PAGE.format(title=html.escape(title), body=body, style=STYLE.read_text() + style)
 
 
 def explorer_page(name: str, made: dict[str, Any], notebooks: list[Path]) -> str:
-    """An explorer as a page of its own, with links to its neighbours, its notebook and the index."""
+    """Return an explorer's page, with links to its neighbours, its notebook and the index."""
     from refvl.viz.explorers import page
 
     names = list(made)
@@ -164,7 +163,7 @@ def explorer_page(name: str, made: dict[str, Any], notebooks: list[Path]) -> str
 
 
 def journey_page(name: str) -> str:
-    """An answer of a shipped model, followed now, with links to those of the other models."""
+    """Follow an answer of a shipped model and return its page, with links to those of the other models."""
     from refvl.study.journey import follow
     from refvl.viz.explorers.gallery import small_model
     from refvl.viz.journey import SHIPPED, page
@@ -177,7 +176,7 @@ def journey_page(name: str) -> str:
 
 
 def live_pages() -> dict[str, str]:
-    """The page of each model that runs in the browser, with a link to the others and to the index."""
+    """Return the page of each model that runs in the browser, with links to the others and to the index."""
     from refvl.viz.live.page import LIVE, SITE, page
 
     def others(checkpoint: str) -> dict[str, str]:
@@ -187,7 +186,7 @@ def live_pages() -> dict[str, str]:
 
 
 def notebook_page(path: Path) -> str:
-    """An executed notebook as one page: explorers run, images have words, formulas are text."""
+    """Return an executed notebook as one page: explorers run, images have alt text, formulas are text."""
     notebook = nbformat.read(path, as_version=4)
     prepare(notebook, path.parent)
     body, _ = exporter().from_notebook_node(notebook)
@@ -196,7 +195,7 @@ def notebook_page(path: Path) -> str:
 
 @cache
 def exporter() -> Any:
-    """One for all notebooks, so that templates are compiled once; our own notebooks need no sanitising."""
+    """Return one exporter for all notebooks, so templates are compiled once; our own notebooks need no sanitising."""
     from nbconvert import HTMLExporter
 
     made = HTMLExporter(template_name="basic")
@@ -206,7 +205,7 @@ def exporter() -> Any:
 
 @cache
 def highlighting() -> str:
-    """Colours of code, light and dark."""
+    """Return the CSS for highlighted code, light and dark."""
     from pygments.formatters import HtmlFormatter
 
     light, dark = (HtmlFormatter(style=s).get_style_defs(".highlight") for s in ("friendly", "github-dark"))
@@ -229,7 +228,7 @@ def prepare(notebook: Any, folder: Path) -> None:
 
 
 def show_output(output: Any, models: dict, said: str) -> None:
-    """A live explorer in place of its widget, WebP in place of other images, `said` where an image has no words."""
+    """Replace a widget with a live explorer, other images with WebP; `said` is the alt text of images without any."""
     from refvl.viz.explorers import host
 
     data, metadata = output.data, output.setdefault("metadata", {})
@@ -245,7 +244,7 @@ def show_output(output: Any, models: dict, said: str) -> None:
 
 
 def lighter(encoded: str, kind: str) -> str:
-    """The `data:` address of an image, as WebP where that is smaller."""
+    """Return the `data:` address of an image, as WebP if that is smaller."""
     buffer, raw = io.BytesIO(), base64.b64decode(encoded)
     Image.open(io.BytesIO(raw)).convert("RGB").save(buffer, "webp", quality=82)
     if len(buffer.getvalue()) < len(raw):
@@ -254,7 +253,7 @@ def lighter(encoded: str, kind: str) -> str:
 
 
 def as_page(source: str, folder: Path) -> str:
-    """Markdown whose links lead to pages, and whose formulas and badges are text; code stays as it is."""
+    """Return Markdown whose links lead to pages, and whose formulas and badges are text; code is unchanged."""
     parts = CODE.split(BADGE.sub(r"\1", source))  # text, code, text, ...
     for i in range(0, len(parts), 2):
         parts[i] = FORMULA.sub(lambda match: formula(match[1]), LINK.sub(lambda m: page_link(m[1], folder), parts[i]))
@@ -262,14 +261,14 @@ def as_page(source: str, folder: Path) -> str:
 
 
 def formula(text: str) -> str:
-    """A formula of letters, digits and signs. Raises ValueError for TeX, which would need a library on the page."""
+    """Return a formula of letters, digits and signs. Raises ValueError for TeX, which needs a library on the page."""
     if re.search(r"[\\^_{}]", text):
         raise ValueError(f"formula: write ${text}$ in plain text or MathML")
     return f"<i>{text}</i>"
 
 
 def page_link(target: str, folder: Path) -> str:
-    """Where a link of a notebook leads on the site: to another notebook's page, or to that of a file."""
+    """Return the target of a notebook's link on the site: the page of another notebook or of a file."""
     if target == "index.ipynb":
         return "../index.html"
     if target.endswith(".ipynb"):
@@ -278,7 +277,7 @@ def page_link(target: str, folder: Path) -> str:
 
 
 def file_page(name: str) -> str:
-    """A file of the repository, coloured."""
+    """Return the page of a file of the repository, with highlighted code."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_for_filename
@@ -290,19 +289,19 @@ def file_page(name: str) -> str:
 
 
 def title_of(notebook: Any) -> str:
-    """The first line of its first cell, without the mark of a heading."""
+    """Return the title of a notebook: the first line of its first cell, without the mark of a heading."""
     return notebook.cells[0].source.splitlines()[0].lstrip("# ")
 
 
 def first_sentence(source: str) -> str:
-    """The first sentence of prose in a cell, without marks."""
+    """Return the first sentence of prose in a cell, without markup."""
     prose = [line for line in CODE.sub(" ", source).splitlines() if line and line[0] not in "#<|-*>!"]
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*_$]", r"\1", " ".join(prose))
     return re.split(r"(?<=[.?!:])\s", plain.strip())[0].rstrip(":")
 
 
 def with_preview(text: str, base: str) -> str:
-    """A page with what programs show of a link to it: a title, and the image at `base`."""
+    """Return a page with the metadata for link previews: a title, and the image at `base`."""
     title = re.search(r"<title>(.*?)</title>", text, re.S)
     image = html.escape(f"{base.rstrip('/')}/og.png" if base else "og.png")
     meta = {"og:title": title[1] if title else "refvl", "og:type": "article", "og:image": image}
@@ -311,7 +310,7 @@ def with_preview(text: str, base: str) -> str:
 
 
 def index_page(paths: list[Path], made: dict[str, Any]) -> str:
-    """The live page, an order for three readers, the journey, the explorers and the notebooks."""
+    """Return the index: the live page, an order for three readers, the journey, the explorers and the notebooks."""
     from refvl.viz.journey import SHIPPED, TITLE
     from refvl.viz.live.page import LIVE
 
@@ -349,7 +348,7 @@ def index_page(paths: list[Path], made: dict[str, Any]) -> str:
 
 
 def live_item() -> str:
-    """The page that people are sent to first, with a still of it."""
+    """Return the section for the live page, which people are sent to first, with a still image of it."""
     from refvl.viz.live.page import LIVE, SITE
     from refvl.viz.live.widget import STILL
 
@@ -364,7 +363,7 @@ def live_item() -> str:
 
 
 def reader_item(name: str, wants: str, pages: tuple[str, ...], titles: dict[str, str], minutes: dict[str, int]) -> str:
-    """What one kind of reader wants, and the pages in their order."""
+    """Return the goal of one kind of reader, and the pages in their order."""
     addresses = [next(a for a in titles if a == p or re.search(rf"/{p}(_|[.]html)", a)) for p in pages]
     items = "".join(f'<li><a href="{address}">{html.escape(titles[address])}</a></li>' for address in addresses)
     total = sum(minutes.get(address, 5) for address in addresses)
@@ -373,7 +372,7 @@ def reader_item(name: str, wants: str, pages: tuple[str, ...], titles: dict[str,
 
 
 def station_item(place: int, station: Station, titles: dict[str, str]) -> str:
-    """A stop of the journey as an item of a list, with links to its notebooks, explorers and files."""
+    """Return a stop of the journey as a list item, with links to its notebooks, explorers and files."""
     chosen = [a for n in station.notebooks for a in titles if a.startswith(f"notebooks/{n}")]
     links = [(address, titles[address]) for address in chosen]
     links += [(f"explorers/{name}.html", f"▶ {titles[f'explorers/{name}.html']}") for name in station.explorers]
@@ -387,12 +386,12 @@ def station_item(place: int, station: Station, titles: dict[str, str]) -> str:
 
 
 def minutes_of(notebook: Any) -> int:
-    """What its first cell says."""
+    """Return the minutes that a notebook's first cell states."""
     return int(re.findall(r"[*]{2}Time[.][*]{2} (\d+) minutes", notebook.cells[0].source)[0])
 
 
 def course_item(stem: str, notebook: Any, minutes: int) -> str:
-    """A notebook's first picture, title, question and time, from its first cell."""
+    """Return a notebook's card: its largest image, and its title, question and time from the first cell."""
     found = re.findall(r"\*\*The question\.\*\* (.*?)(?:\n\n|\Z)", notebook.cells[0].source, re.S)
     question = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", found[0] if found else "")
     return (
@@ -402,7 +401,7 @@ def course_item(stem: str, notebook: Any, minutes: int) -> str:
 
 
 def explorer_item(name: str, explorer: Any) -> str:
-    """An explorer's picture, title and question."""
+    """Return an explorer's card: its image, title and question."""
     from refvl.viz.style import png_of
 
     picture = small(png_of(explorer.figure()), f"The explorer {explorer.title}")
@@ -412,7 +411,7 @@ def explorer_item(name: str, explorer: Any) -> str:
 
 
 def thumbnail(notebook: Any) -> str:
-    """The largest picture among a notebook's outputs, small."""
+    """Return a thumbnail of the largest image among a notebook's outputs."""
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     found = [data[kind] for data in shown for kind in ("image/png", "image/jpeg") if kind in data]
     if not found:
@@ -421,7 +420,7 @@ def thumbnail(notebook: Any) -> str:
 
 
 def small(encoded: bytes, alt: str, side: int = 400) -> str:
-    """An image as a thumbnail whose longer side has at most `side` pixels."""
+    """Return a thumbnail of an image, whose longer side has at most `side` pixels."""
     picture, buffer = Image.open(io.BytesIO(encoded)).convert("RGB"), io.BytesIO()
     picture.thumbnail((side, side))
     picture.save(buffer, "webp", quality=70)
@@ -430,7 +429,7 @@ def small(encoded: bytes, alt: str, side: int = 400) -> str:
 
 
 class Names(HTMLParser):
-    """What a page links, loads and shows without words."""
+    """Collects the links of a page, the things it loads, and its images without alt text."""
 
     def __init__(self):
         super().__init__()
@@ -447,7 +446,7 @@ class Names(HTMLParser):
 
 
 def check(pages: dict[str, str]) -> Iterator[str]:
-    """Every problem in a sentence: dead links, things loaded from elsewhere, images without words, too many bytes."""
+    """Yield every problem as a sentence: dead links, external resources, images without alt text, too many bytes."""
     read = {name: Names() for name in pages}
     for name, text in pages.items():
         read[name].feed(text)

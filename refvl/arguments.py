@@ -30,7 +30,7 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", s
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
     Raises TypeError for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
     `spatial_merge_size`, because a merged token needs its whole block of patches.
-    size: the number of bytes that a plan stores for each patch, see `check_room`.
+    size: the number of bytes that a plan stores for each patch (see `check_room`).
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
     grids = list[Grid]()
@@ -54,7 +54,7 @@ def as_size(size, name: str) -> tuple[int, int]:
 
 
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
-    """Return `values` as tuples of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
+    """Return `values`, a sequence of rows or an array (items, n), as tuples of Python ints (see `as_integers`).
 
     items: the noun for the rows in error messages.
     """
@@ -153,7 +153,7 @@ def as_list(values, name: str):
 
 
 def as_sequence(values, name: str) -> Sequence:
-    """Return `values`, see `as_list`, if it is a sequence but not a string; raise TypeError naming `name`."""
+    """Return `values` (see `as_list`) if it is a sequence but not a string; raise TypeError naming `name`."""
     values = as_list(values, name)
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")

@@ -98,7 +98,7 @@ class Segments:
     max_seqlen: int  # the number of tokens in the longest segment; a captured graph stores it as a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
-        """Return (N, H * K) with the heads side by side, see `varlen_attention`.
+        """Return (N, H * K) with the heads side by side (see `varlen_attention`).
 
         Rows after the last segment are undefined.
         """

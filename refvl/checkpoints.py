@@ -84,7 +84,7 @@ def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError, naming the key, if a size in a config is no number, or is too small or too large to build."""
+    """Raise ValueError, naming the key, if a size in a config is not a number, or too small or too large to build."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")

@@ -120,7 +120,7 @@ def check_values(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
-    """Return `pixel_values` if it has `shape` (see `check_shape`) and a floating-point dtype, see `check_floats`.
+    """Return `pixel_values` if it has `shape` (see `check_shape`) and a floating-point dtype (see `check_floats`).
 
     device: the encoder's device. A tensor on the meta device has no values, so only an encoder on "meta" accepts it.
     Raises TypeError or ValueError naming `name`.

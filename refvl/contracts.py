@@ -54,7 +54,7 @@ class PlansAndEncodes(Protocol):
 class GraphEncoder(PlansAndEncodes, Protocol):
     """The methods that graphs need from an encoder, or from each of its paths.
 
-    An encoder with several paths has a mapping `paths` from name to `GraphEncoder`, in the order of an item's rows. Its
+    An encoder with several paths has a dict `paths` of `GraphEncoder`s by name, in the order of an item's rows. Its
     `path_layouts(layout)` maps each name to the part of an item that the path encodes, or to None if there is no such
     part. The items of a path consist of equal units, and `tokens` is the number of output tokens per unit.
     """

@@ -57,7 +57,7 @@ class Family:
     vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
     text_model: type[CausalTextModel] = CausalTextModel
     config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
-    version: str | None = None  # used if families share a model_type, see `minicpmv_version`
+    version: str | None = None  # used if families share a model_type (see `minicpmv_version`)
     left_out: str = "(?!)"  # a regular expression for checkpoint names that are neither vision nor text
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
 

@@ -1,7 +1,7 @@
-"""Merge embeddings into the prompt: find the tokens that each media item fills, and replace them by its embeddings.
+"""Merge embeddings into the prompt: find the tokens that each media item fills, and replace them with its embeddings.
 
 Placeholder tokens mark the locations. They are matched strictly with the media: a prompt whose placeholders do not fit
-the layouts is an error and never a shifted image.
+the layouts raises an error instead of shifting an image.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,9 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
     """Find each media item in an expanded prompt (L,), in the order of `media`; return one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    if a run of placeholders is shorter than its item, or if placeholders or media are left over. Also raises it if the
-    prompt does not end in text. It is also raised if two runs of one item touch each other. Text always separates
-    frames and crops, so touching runs mean that the prompt's lengths or order do not match.
+    if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
+    end in text. The error is also raised if two runs of one item touch each other. Text always separates frames and
+    crops, so touching runs mean that the prompt's lengths or order do not match.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -94,7 +94,7 @@ def media_places(spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """Return the text embeddings, (L, D), with the rows of all spans replaced by the media's, (M, D) in total."""
+    """Return the text embeddings, (L, D), with the rows of all spans replaced with the media's, (M, D) in total."""
     merged_LD = text_embeds_LD.clone()
     if media_embeds:
         places_M = media_places(spans)

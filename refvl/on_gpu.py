@@ -30,7 +30,7 @@ def send_plan(plan: Any, device: torch.device) -> Any:
 
 
 def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return views of one buffer on `device`, which is filled by a single copy. Bytes between two tensors are zero."""
+    """Return views of one buffer on `device`, filled by a single copy; padding bytes between tensors are zero."""
     ends, size = list[int](), 0
     for x in tensors:
         ends.append(size + x.nbytes)

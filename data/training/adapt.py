@@ -48,7 +48,7 @@ class Pupil:
 
     @classmethod
     def of(cls, vlm: refvl.VLM, name: str = "qwen2_5_vl") -> "Pupil":
-        """`vlm`: the model, loaded from the shipped folder of the family `name`."""
+        """Wrap `vlm`, a model loaded from the shipped folder of the family `name`."""
         family = find_family(name)
         config = json.loads((family.folder / "config.json").read_text())
         tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))

@@ -112,7 +112,7 @@ class Asked:
 
 
 def kinds_of(family: TinyFamily) -> list[str]:
-    """The measurements of a family."""
+    """The measurements of one family."""
     kinds = list(family.kinds)
     kinds += [SHUFFLED] if "change" in family.clips else []
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []

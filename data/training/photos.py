@@ -1,7 +1,6 @@
 """The shipped photographs and video, which the tiny models memorise, in random crops.
 
-There are five photographs and one video, so the models learn to recognise these alone, and nothing about cats in
-general.
+There are only five photographs and one video, so the models learn to recognise these and nothing about cats in general.
 """
 
 from functools import cache

@@ -189,7 +189,7 @@ class TinyGlm4v(TinyFamily):
         return Glm4vVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """The update of a layer is normalised here: at full size it would drown out the words in the first layer."""
+        """Set the norms of updates to 0.2, because full-size updates would drown out the words in the first layer."""
         for layer in model.model.layers:
             nn.init.constant_(layer.post_self_attn_layernorm.weight, 0.2)
             nn.init.constant_(layer.post_mlp_layernorm.weight, 0.2)

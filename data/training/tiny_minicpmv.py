@@ -164,7 +164,7 @@ class TinyMiniCPMV(TinyFamily):
         return read_config(config)
 
     def media_token(self, config: dict, media: str) -> str:
-        return "<unk>"  # found by its separators, see `place_media`
+        return "<unk>"  # found by its separators (see `place_media`)
 
     def pad_id(self, config: dict) -> int:
         return config["pad_token_id"]

@@ -166,7 +166,7 @@ class TinyQwen2_5_VL(TinyFamily):
         return Qwen2_5_VisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def time_factor(self, seconds: tuple) -> float:
-        """A video's time axis counts `tokens_per_second`, which is 2."""
+        """Return the scale of a video's time axis, which counts `tokens_per_second` (2)."""
         return 2 * (seconds[1] - seconds[0]) if len(seconds) > 1 else 1.0
 
 

@@ -294,7 +294,7 @@ def iou(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def measure(name: str, count: int) -> dict:
-    """A row of `MEASUREMENTS`."""
+    """Return a row of `MEASUREMENTS`."""
     vlm = refvl.load(find_family(name).folder, device="cpu", dtype="float32", progress=False)
     adapters.attach(vlm, folder_of(name))
     row = {"model": name, "weights_sha256": run.digest(folder_of(name), adapters.WEIGHTS)}

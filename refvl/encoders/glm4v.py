@@ -49,7 +49,7 @@ class Glm4vVisionConfig(GridVisionConfig):
     intermediate_size: int = 13696  # the width of the merger's MLP; the MLPs of the blocks have out_hidden_size
     num_heads: int = 12
     in_channels: int = 3
-    image_size: int = 336  # the side in pixels of the images on which the position table was learned
+    image_size: int = 336  # the side in pixels of the images that the position table was learned on
     patch_size: int = 14
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
@@ -85,7 +85,7 @@ class VisionMetadata(Segments):
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property

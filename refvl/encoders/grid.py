@@ -77,7 +77,7 @@ class GridEncoder(Tower):
 
         Accepts names under `visual.` (the original), names under `model.visual.` (after transformers 4.52), and bare
         names. The weights of q, k, v, and those of gate and up, may be fused or separate. Raises one ValueError that
-        lists all mismatches, see `load_strict`.
+        lists all mismatches (see `load_strict`).
         """
         return super().load_weights(split_gate_up(weights))
 
@@ -87,7 +87,7 @@ class GridEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return module name -> shape in checkpoints, for convolution kernels that the module stores as matrices."""
+        """Return the checkpoint shape by module name, for convolution kernels that the module stores as matrices."""
         return {"patch_embed.proj.weight": self.config.patch_kernel}
 
 

@@ -141,7 +141,7 @@ class ChunkMetadata(Segments):
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: location plus time
     frames: Tensor = field(metadata={"pad": "zero"})  # (M, T) int64
     shares: Tensor = field(metadata={"pad": "zero"})  # (M, T) float32
@@ -252,7 +252,7 @@ class KimiK25Encoder(GridEncoder):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
 
-        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches, see `load_strict`.
+        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches (see `load_strict`).
         """
         halves = pair_halves(weights, self.config.num_heads, self.config.head_dim, fused=".wqkv.")
         return Tower.load_weights(self, halves)
@@ -265,7 +265,7 @@ class KimiK25Encoder(GridEncoder):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return parameter -> its shape in checkpoints, where the table has a dimension each for rows and columns."""
+        """Return the checkpoint shapes of parameters; there, the table has separate dimensions for rows and columns."""
         c = self.config
         table = (c.pos_emb_height, c.pos_emb_width, c.hidden_size)
         return {"patch_embed.proj.weight": c.patch_kernel, "pos_emb.weight": table}

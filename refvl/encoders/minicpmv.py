@@ -146,7 +146,7 @@ class MiniCPMVEncoder(Tower):
         return cls(config, attention=attention)
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the number of queries for which the resampler is built."""
+        """Return the number of queries that the resampler is built with."""
         return config.query_num
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:

@@ -10,7 +10,7 @@
 
 Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated, and
 `cu_seqlens` contains the start of each slice. `encode` works on this form; `forward` accepts and returns the padded
-form, see `refvl.encoders.slice_layouts`. The table entry of a patch depends only on sizes, so the plan contains it;
+form (see `refvl.encoders.slice_layouts`). The table entry of a patch depends only on sizes, so the plan contains it;
 `encode` does not read values back and does not branch on tensors.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.

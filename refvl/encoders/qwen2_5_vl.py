@@ -80,7 +80,7 @@ class VisionMetadata(Segments):
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: and back
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches

@@ -93,7 +93,7 @@ class VisionMetadata(Segments):
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
 
     @property

@@ -63,7 +63,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
             "num_heads": "num_attention_heads",
         }
     )
-    image_size: int = 384  # the side in pixels of the images on which the position table was learned
+    image_size: int = 384  # the side in pixels of the images that the position table was learned on
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":

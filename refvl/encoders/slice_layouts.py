@@ -83,7 +83,7 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
             raise ValueError(f"temporal_ids[{i}]: expected at least one id, each -1 (no time) or more, got {ids}")
     if sum(map(len, groups)) != num_slices:
         raise ValueError(
-            f"temporal_ids: expected one id per slice, {num_slices}, got {sum(map(len, groups))} in {groups}"
+            f"temporal_ids: expected one id per slice ({num_slices}), got {sum(map(len, groups))} in {groups}"
         )
     return groups
 
@@ -91,7 +91,7 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
 def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
     """Encode (B, C, P, L * P) strips into (B, L, E); slice b is the first h * w patches of strip b.
 
-    tower: a `NaVitSiglip`. tgt_sizes, position_sizes: (B, 2), see `NaVitSiglip.plan`. Raises ValueError if a strip is
+    tower: a `NaVitSiglip`. tgt_sizes, position_sizes: (B, 2); see `NaVitSiglip.plan`. Raises ValueError if a strip is
     too short for its slice.
     """
     P, sizes = tower.config.patch_size, as_sizes(tgt_sizes)
@@ -120,7 +120,7 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
     """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer rows."""
     if any(length > padded.shape[1] for length in lengths):
-        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches do not fit the {padded.shape[1]} of {name}")
+        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches exceed the {padded.shape[1]} patches of {name}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])
 
 

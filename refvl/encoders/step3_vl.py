@@ -252,7 +252,7 @@ class Step3VisionEncoder(Tower):
     def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
         """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
-        extra: sizes that a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of
+        extra: sizes that a vision config lacks (see `Step3VisionConfig.from_hf`). attention: a backend of
         `refvl.attention`, or "auto" for the best one on the pixels' device.
         """
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config, **extra)

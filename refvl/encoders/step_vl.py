@@ -124,7 +124,7 @@ class StepVLEncoder(Step3VisionEncoder):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
 
-        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches, see `load_strict`.
+        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches (see `load_strict`).
         """
         return super().load_weights(pair_halves(weights, self.config.num_heads, self.config.head_dim))
 

@@ -108,7 +108,7 @@ class Tower(nn.Module):
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
         `rename` maps the names; q, k, v are fused or separate. Names that match `unused` are skipped and listed in
-        `skipped`. Raises one ValueError that lists all other mismatches, see `load_strict`.
+        `skipped`. Raises one ValueError that lists all other mismatches (see `load_strict`).
         """
         self.skipped = []
         return load_strict(
@@ -122,7 +122,7 @@ class Tower(nn.Module):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return parameter -> its shape in checkpoints, if different: here convolution kernels are matrices."""
+        """Return the checkpoint shapes of parameters that differ from the module's: here, kernels are matrices."""
         return {}
 
     @property

@@ -169,7 +169,7 @@ def resolve_visual_encoder_outputs(
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
-        raise ValueError("max_possible_layers: must be given with select_layers, which count from it")
+        raise ValueError("max_possible_layers: must be given with select_layers, whose negative numbers count from it")
     if isinstance(encoder_outputs, Tensor):
         raise ValueError("encoder_outputs: with select_layers, expected the list of all hidden states, got one tensor")
     if not select_layers:

@@ -78,13 +78,13 @@ def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str
 
 
 def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
-    """Return part -> its name for a fused parameter: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
+    """Return the name of each part of a fused parameter: {"q": "attn.q.weight", ...} for "attn.qkv.weight"."""
     fused = f".{''.join(fuse)}."
     return {part: owner.replace(fused, f".{part}.") for part in fuse if fused in owner}
 
 
 def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
-    """Return the parameters without any tensor, then the missing parts of the others."""
+    """Return the parameters without any tensor, then the missing parts of the other parameters."""
     missing = [name for name in stored if name not in filled]
     for owner, names in filled.items():
         if owner not in names:

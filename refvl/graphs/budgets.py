@@ -27,7 +27,7 @@ GPU needs more time than the host.
 class Batch:
     """Items that run together, as indices into the caller's order. With budget None they run eagerly.
 
-    path: the path on which they run, if the encoder has several. tokens: the output tokens of the items on that path.
+    path: the path that they run on, if the encoder has several. tokens: the output tokens of the items on that path.
     """
 
     indices: tuple[int, ...]
@@ -93,7 +93,7 @@ def infer_limits(
 
     Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget. If only
     `max_items` is given, it raises the smallest budget. Repeated budgets count once. By default there are as many
-    frames as items, at least 32; large budgets allow fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do
+    frames as items, at least 32; large budgets allow fewer (see `FRAME_TOKENS`). Raises ValueError if the invariants do
     not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
     min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
@@ -144,7 +144,7 @@ def plan_batches(
     tokens = _check_counts(output_tokens, "output_tokens")
     frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")
     if len(frames) != len(tokens):
-        raise ValueError(f"frames: expected one per item, {len(tokens)}, got {len(frames)}")
+        raise ValueError(f"frames: expected one per item ({len(tokens)}), got {len(frames)}")
     max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
@@ -233,7 +233,7 @@ def check_policy(policy: str, allowed: Sequence[str]) -> None:
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
-    """Return the budgets sorted and without duplicates; raise if there is none or if one is not a positive integer."""
+    """Return the sorted budgets without duplicates; raise an error unless they are one or more positive integers."""
     checked = sorted(
         {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(as_sequence(budgets, "budgets"))}
     )

@@ -103,7 +103,7 @@ class GraphPlan:
     """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
 
     layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the rows.
-    batches: the items that run together, in the order in which they run. metadata: the plan of each batch on its path.
+    batches: the items that run together, in order of execution. metadata: the plan of each batch on its path.
     weights: the addresses of the captured weights.
     """
 
@@ -341,7 +341,7 @@ class EncoderGraphManager:
             return {path: replace(stats) for path, stats in self._stats.items()}
 
     def stats(self) -> GraphStats:
-        """Return the counters summed over all paths; an item counts once on each path on which it has rows."""
+        """Return the counters summed over all paths; an item counts once on each path where it has rows."""
         counters = [astuple(stats) for stats in self.path_stats().values()]
         return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Packing: the selection of items that share a replay, with a small sum of budgets.
+"""Packing: choose which items share a replay, so that the sum of the budgets is small.
 
     greedy   a group takes the next item while the largest budget fits it: one look at each item
     cut      the sorted items are cut into consecutive groups: the best cut, by dynamic programming
@@ -118,7 +118,7 @@ def add(a: Item, b: Item) -> Item:
 
 
 def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best packing found, and the cut if none is better; up to EXACT_ITEMS items, it is the optimum.
+    """Return the best packing found, or the cut if nothing is better; up to EXACT_ITEMS items, it is optimal.
 
     items: at least one. Each must fit the largest budget alone.
     """
@@ -135,9 +135,9 @@ def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best of all partitions: the smallest sum of budgets, then the fewest groups.
 
-    A set of items is the bits of an integer. The best cost of a set follows from smaller sets. Its last item is in some
-    group, and the best cost of the remaining items is already known. Time and memory grow as 3 to the power of the
-    number of items.
+    The bits of an integer represent a set of items. The best cost of a set follows from smaller sets. Its last item is
+    in some group, and the best cost of the remaining items is already known. Time and memory grow as 3 to the power of
+    the number of items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1

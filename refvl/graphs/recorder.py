@@ -149,7 +149,7 @@ class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         is_indexing = function in INDEXING  # the schema is inconsistent for boolean masks; integers are known
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
-            raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
+            raise CaptureError(f"capture: {function} has to read a value of its input, which a graph cannot do")
         return function(*args, **(kwargs or {}))
 
 

@@ -7,7 +7,7 @@ ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "
 
 
 def baked_in(encoder: nn.Module) -> tuple:
-    """Return the values on which a graph of `encoder` depends; if one changes, the graph must be captured again.
+    """Return the values that a graph of `encoder` depends on; if any of them changes, the graph must be captured again.
 
     They are the address and dtype of each parameter, and the active adapters, their scaling and the merged adapters.
     """

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint, loaded strictly: missing, misshapen or non-finite weights raise an error at once."""
+"""The text part of a checkpoint, loaded strictly: missing, misshapen or non-finite weights raise an error."""
 
 import copy
 import importlib.util
@@ -44,12 +44,12 @@ def load_language_model(
 ) -> CausalTextModel:
     """Load the text part of the checkpoint in `folder`, strictly.
 
-    kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) go to transformers' `from_pretrained`;
-    those that place the weights override `device`. On CUDA, weights are loaded directly to the GPU if accelerate is
-    installed, otherwise through host memory. Raises ValueError, listing the weights, if some are missing or unexpected,
-    have a different shape, or contain nan or inf. Weights that are not plain floats are also refused unless a
-    `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers before memory is
-    allocated.
+    kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) are passed to transformers'
+    `from_pretrained`; those that place the weights override `device`. On CUDA, weights are loaded directly to the GPU
+    if accelerate is installed, otherwise through host memory. Raises ValueError, listing the weights, if some are
+    missing or unexpected, have a different shape, or contain nan or inf. Weights that are not plain floats are also
+    refused unless a `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers before
+    memory is allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
@@ -87,7 +87,7 @@ def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model
     with torch.device("meta"):
         linear = [m for m in model_class._from_config(copy.deepcopy(text_config)).modules() if isinstance(m, nn.Linear)]
     if uneven := sorted({layer.in_features for layer in linear if layer.in_features % group}):
-        raise ValueError(f"quantization_config: groups of {group} values do not divide rows of {uneven[0]}")
+        raise ValueError(f"quantization_config: rows of {uneven[0]} values cannot be divided into groups of {group}")
 
 
 def _check_token_ids(folder: Path, config: GenerationConfig) -> None:

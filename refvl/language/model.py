@@ -174,7 +174,7 @@ def generate(
     padding.
     options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy. They include
     the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds` (B, L, W -
-    D), see `row_width`; or else the `past_key_values` of all tokens except the last.
+    D; see `row_width`); or else the `past_key_values` of all tokens except the last.
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options

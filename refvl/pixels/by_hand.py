@@ -60,7 +60,7 @@ def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """Cut (T, C, H, W) into (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order, see `cut_rows`.
+    """Cut (T, C, H, W) into (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order (see `cut_rows`).
 
     Raises ValueError if H or W is not a multiple of P * m.
     """

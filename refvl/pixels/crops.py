@@ -75,7 +75,7 @@ class CropConfig:
 
 
 def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
-    """Count the tokens into which the encoder turns a square of `size` pixels per side.
+    """Count the tokens that the encoder returns for a square of `size` pixels per side.
 
     Its two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) reduce the number of tokens below the
     number of patches.
@@ -125,7 +125,7 @@ class CropPlan:
     padded: tuple[int, int]
     resized: tuple[int, int]  # the size of the source of the overview
     window: int  # the side of the windows on the canvas; 0 if there are none
-    canvas: tuple[int, int]  # the size of the image from which the windows are cut
+    canvas: tuple[int, int]  # the size of the image that the windows are cut from
     layout: CropLayout
 
     @property
@@ -162,7 +162,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan how an image of width x height pixels is cut; raise TypeError or ValueError if one is no positive integer.
+    """Plan how an image of this size in pixels is cut; raise TypeError or ValueError unless both are positive integers.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)

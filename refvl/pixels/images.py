@@ -56,13 +56,13 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     transparent pixels. An animation is read as its first frame.
 
     16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I" does not record how
-    many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they count as 8 bits if no
-    value is above 255, and as 16 bits if no value is above 65535. Mode "F" contains floats in [0, 1].
+    many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they are read as 8-bit values
+    if none is above 255, and as 16-bit values if none is above 65535. Mode "F" contains floats in [0, 1].
 
     Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL,
     and for a file that is truncated, larger than `limits`, or not an image. Also raises ValueError for levels outside
-    these ranges, and for an array with a different shape, dtype or range. Empty images and images of a single pixel
-    also raise it.
+    these ranges, for an array with a different shape, dtype or range, and for images that are empty or have a single
+    pixel.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)
@@ -86,7 +86,7 @@ def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Imag
 def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
     """Decode an opened image, upright and RGB.
 
-    name: the name in messages; origin: the file it came from, or "" if it came from none.
+    name: the name in messages; origin: the file it came from, or "" if there is none.
     """
     pixels = image.width * image.height
     if pixels <= 1:

@@ -117,11 +117,10 @@ def load_video(
 
     source: a path; a list of frames, each of a type that `load_image` accepts; an array (T, H, W, 3); a tensor, which
     may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
-    `sample_frame_indices`. Frames in memory count as already sampled, at `fps` per second (default 2). This changes if
-    source_fps gives the rate at which they were recorded, or num_frames the number to sample. For a file, source_fps
-    overrides its times.
-    sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: the
-    limits on decoding. Memory grows with the frames that are kept and not with the length of the video.
+    `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps` per second (default 2), unless
+    source_fps sets their recorded rate or num_frames sets the number to sample. For a file, source_fps overrides its
+    times. sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices.
+    limits: the limits on decoding. Memory grows with the frames that are kept and not with the length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
     header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
@@ -132,8 +131,8 @@ def load_video(
     WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
 
     Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL
-    or for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`, a
-    still image, a playlist, or without video frames.
+    or for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`,
+    or without video frames, and for a still image or a playlist.
     """
     if isinstance(source, Video):
         return source

@@ -24,7 +24,7 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 
 @dataclass(frozen=True, slots=True)
 class PaddedPatchConfig(PatchConfig):
-    """The rule by which pixels become patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
+    """The rule that turns pixels into patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
 
     Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor counts a
     video's tokens, not this class.
@@ -47,7 +47,7 @@ class PaddedPatchConfig(PatchConfig):
 
     @classmethod
     def from_dict(cls, values: dict, kind: str = "image") -> Self:
-        """Read the contents of a preprocessor file, see `settings.from_dict`."""
+        """Read the contents of a preprocessor file (see `settings.from_dict`)."""
         own: dict[str, Any] = {"temporal_patch_size": None}
         if (patches := values.get("max_patches")) is not None:
             own["max_pixels"] = patches * values.get("patch_size", 14) ** 2

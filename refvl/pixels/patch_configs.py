@@ -73,7 +73,7 @@ class Qwen3VLPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
-        """Return the config for videos, whose sizes follow a different rule, see `Qwen3VLVideoPatchConfig`."""
+        """Return the config for videos, whose sizes follow a different rule (see `Qwen3VLVideoPatchConfig`)."""
         return Qwen3VLVideoPatchConfig(**changes)
 
 

@@ -38,7 +38,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """The rule by which pixels become patch rows.
+    """The rule that turns pixels into patch rows.
 
     The defaults are transformers' defaults for images; `for_video` returns those for a video.
 
@@ -62,7 +62,7 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # frames per second that are sampled from a video, see refvl.pixels.media
+    fps: float = 2.0  # frames per second that are sampled from a video (see refvl.pixels.media)
     min_frames: int = 4
     max_frames: int = 768
 

@@ -1,4 +1,4 @@
-"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size on which the tower was trained.
+"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size that the tower was trained on.
 
     image (W, H)
        | slice_grid       how many columns and rows; None if the overview is enough

@@ -90,7 +90,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     for span in sorted(spans, key=lambda s: s.offset):
         if span.offset < end or span.offset + span.num_tokens > num_tokens:
             raise ValueError(
-                f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}, "
+                f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}; "
                 f"allowed are {end} to {int(num_tokens) - 1} (no overlap, inside the prompt)"
             )
         end = span.offset + span.num_tokens

@@ -42,14 +42,14 @@ def vision_rotary_cos_sin(
     divisible by 4.
     """
     if check_count(head_dim, "head_dim") % 4:
-        raise ValueError(f"head_dim: must be a multiple of 4 (h and w use a quarter of angles each), got {head_dim}")
+        raise ValueError(f"head_dim: must be a multiple of 4 (h and w use head_dim / 4 angles each), got {head_dim}")
     frequencies = rotary_frequencies(int(head_dim), theta=check_positive(theta, "theta"))
     grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size, size=4 * int(head_dim))
     return rotary_cos_sin(block_positions(grids, int(spatial_merge_size)), frequencies)
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
-    """Return the radians by which one patch rotates each rotary pair, (K/4,) float32.
+    """Return the rotation of each rotary pair per patch, in radians, (K/4,) float32.
 
     Rows and columns use the same values.
     """

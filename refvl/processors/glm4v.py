@@ -61,7 +61,7 @@ class Glm4vProcessor(ChatProcessor):
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
-        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory count as already sampled.
+        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory are treated as already sampled.
 
         Raises ValueError for options that the variant's rule does not accept.
         """
@@ -73,7 +73,7 @@ class Glm4vProcessor(ChatProcessor):
         return load_video(source, sample=partial(self.frame_indices, **settings), limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **settings) -> Sequence[int]:
-        """Return increasing indices by the variant's rule, see its sampler for `settings`; each frame is read once."""
+        """Return increasing indices by the variant's rule (see its sampler for `settings`); each frame is read once."""
         config = self.video_config
         own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         chosen = sample_video_frames(

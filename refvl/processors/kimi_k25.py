@@ -50,7 +50,7 @@ class KimiK25Processor(ChatProcessor):
             raise ValueError(f"{names}: config.json has {tower}, but preprocessing has {given}")
 
     def load_video(self, source, options: dict) -> Video:
-        """Sample a file evenly at the checkpoint's rate; frames in memory count as already sampled.
+        """Sample a file evenly at the checkpoint's rate; frames in memory are treated as already sampled.
 
         options: fps or num_frames. Raises ValueError for any other option.
         """

@@ -85,7 +85,7 @@ def _check_message(message, name: str) -> None:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{name}: expected a dict with 'role' and 'content', got {message!r}")
     if unknown := sorted(map(str, message.keys() - {"role", "content"})):
-        raise ValueError(f"{name}: expected only 'role' and 'content', got also {unknown}")
+        raise ValueError(f"{name}: expected only 'role' and 'content', but also got {unknown}")
     if not isinstance(message["role"], str):
         raise TypeError(f"{name}.role: expected a string such as 'user', got {message['role']!r}")
     _check_text(message["role"], f"{name}.role")
@@ -109,7 +109,7 @@ def _check_part(part, name: str) -> None:
     if len(given := part.keys() & sources) != 1:
         raise ValueError(f"{name}: {kind} parts have one of the keys {sorted(sources)}, got {sorted(given) or 'none'}")
     if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
-        raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, got also {unknown}")
+        raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, but also got {unknown}")
     if kind == "text":
         _check_text(part["text"], f"{name}.text")
 

@@ -37,7 +37,7 @@ from refvl.processors.tokenizers import load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # until their tokens are written
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
-NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id, see `placeholders`
+NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id (see `placeholders`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
     frames = FrameConfig()
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """Write the number of the image, its overview, and its slices in lines."""
+        """Write the number of the image, its overview, and its slices row by row."""
         m, text = self.marks, self.overview_text
         if self.image_config.use_image_id:
             text = f"{m['im_id_start']}{number}{m['im_id_end']}{text}"

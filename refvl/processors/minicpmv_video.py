@@ -1,6 +1,6 @@
 """MiniCPM-V's videos, from version 2.6 on: each sampled frame is an overview without slices.
 
-    video file -> sampled frames        by the rule of the version's card, see `sample`
+    video file -> sampled frames        by the rule of the version's card (see `sample`)
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
 
 The frames of a pack share one set of query tokens. Each frame has a temporal id, which is its time in tenths of a
@@ -48,10 +48,10 @@ class TakesVideos(ChatProcessor):
     query_num: int
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video: a file is sampled by the version's rule; frames in memory count as already sampled.
+        """Load a video: a file is sampled by the version's rule; frames in memory are treated as already sampled.
 
-        options: fps, max_frames or num_frames, instead of the processor's own values. Raises ValueError for any other
-        option.
+        options: fps, max_frames or num_frames, which override the processor's own values. Raises ValueError for any
+        other option.
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(

@@ -31,7 +31,7 @@ class Qwen3VLProcessor(ChatProcessor):
     def load_video(self, source, options: dict) -> Video:
         """Sample a file evenly with the checkpoint's rate and limits, unless the message sets them.
 
-        options: fps, min_frames, max_frames, or num_frames alone. Frames in memory count as already sampled.
+        options: fps, min_frames, max_frames, or num_frames alone. Frames in memory are treated as already sampled.
         """
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)

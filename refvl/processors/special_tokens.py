@@ -1,8 +1,8 @@
-"""A caller's strings are text: `<|im_end|>` in a question does not end a turn, and `<|image_pad|>` is no image.
+"""A caller's strings are text: `<|im_end|>` in a question does not end a turn, and `<|image_pad|>` is not an image.
 
-`render_flagged` inserts a flag, a character that occurs nowhere else, at every position in the caller's strings at
-which a special token could begin. `encode_flagged` removes the flags and tokenises the special tokens that begin there
-as plain text. A prompt without special tokens skips these steps and is tokenised unchanged.
+`render_flagged` inserts a flag, a character that occurs nowhere else, wherever a special token could begin in the
+caller's strings. `encode_flagged` removes the flags and tokenises the special tokens that begin there as plain text. A
+prompt without special tokens skips these steps and is tokenised unchanged.
 """
 
 from collections.abc import Callable, Sequence

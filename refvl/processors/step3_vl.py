@@ -24,7 +24,7 @@ from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
-NO_VIDEO_ID = -1  # no token stands for a video
+NO_VIDEO_ID = -1  # no token represents a video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

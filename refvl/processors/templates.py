@@ -6,7 +6,7 @@
 The work of a plain template is proportional to the size of the request. It loops over the messages and their parts, and
 stores only numbers and parts of the request. The templates of the released families meet this condition. Other
 templates may also be harmless, but only limits can guarantee that. Examples of harmful constructs are `'a' * 10**10`, a
-loop in a loop over all messages, and a text doubled 40 times.
+nested loop over all messages, and a string that is doubled 40 times.
 """
 
 import os
@@ -107,7 +107,7 @@ class _Walk:
             self.check(child, node if isinstance(node, nodes.For) and child is not node.iter else loop)
 
     def _check_loop(self, node: nodes.For, loop: Any) -> None:
-        """Require that a loop goes over the messages, or, inside such a loop, over a part of the current message."""
+        """Require that a loop iterates over the messages or, inside such a loop, over a part of the current message."""
         root: Any = node.iter
         target: Any = node.target
         while isinstance(root, (nodes.Getattr, nodes.Getitem)):
@@ -128,7 +128,7 @@ class _Walk:
             _require(name not in WHOLE and self.loop_of.setdefault(name, loop) is loop)
 
     def _check_texts(self, node: nodes.Node, loop: nodes.For) -> None:
-        """Require that a loop reads, writes and stores only parts of its current item, nothing whole at every step."""
+        """Require that a loop reads, writes and stores only parts of its current item, never the whole request."""
         for name, attr in _texts(node):
             if name in self.namespaces:
                 _require(attr not in self.texts)

@@ -12,7 +12,7 @@ names. So transformers with PEFT and serving engines can read the adapters that 
 PEFT replaces the model's layers with its own; from then on, chat, trace, encode and graphs use them. `attach` returns a
 PEFT model, which switches, merges, unmerges and saves adapters.
 
-"served" lists the parts for which vLLM 0.32 supports adapters. Without `enable_tower_connector_lora=True`, vLLM
+"served" lists the parts whose adapters vLLM 0.32 supports. Without `enable_tower_connector_lora=True`, vLLM
 silently ignores the layers of the tower and the connector. It accepts one adapter per request, of ranks up to
 `max_lora_rank` (16), but it does not accept DoRA or `modules_to_save`.
 
@@ -124,7 +124,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
     adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or transformers. For a new
     adapter that you will train, pass a `peft.LoraConfig`. name: the name of this adapter, if there are several. hub:
-    `revision` and similar arguments, see `refvl.checkpoints.download`. PEFT's model does the rest:
+    `revision` and similar arguments (see `refvl.checkpoints.download`). PEFT's model does the rest:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
@@ -133,8 +133,8 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
     ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
-    LoRA adapter. Also raises for layers that are missing or cannot be adapted, and for weights that do not fit. No part
-    of an adapter is ignored, and after an error the model is unchanged.
+    LoRA adapter. The same errors are raised for layers that are missing or cannot be adapted, and for weights that do
+    not fit. No part of an adapter is ignored, and after an error the model is unchanged.
     """
     try:
         import peft
@@ -227,7 +227,7 @@ def _by_name(model) -> nn.Module:
 
 
 def _adaptable(model) -> dict[str, nn.Module]:
-    """Return name -> layer for all adaptable layers: linear layers that checkpoints do not store as convolutions."""
+    """Return all adaptable layers by name: linear layers that checkpoints do not store as convolutions."""
     kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
     found = dict[str, nn.Module]()
     for name, module in _by_name(model).named_modules():
@@ -312,7 +312,7 @@ def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
 
 
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Return layer -> rank; raise ValueError for layers that do not exist or matrices that do not fit."""
+    """Return the rank of each layer by name; raise ValueError for unknown layers or matrices that do not fit."""
     if not found:
         raise ValueError(f"adapter: {folder / WEIGHTS}: contains no weights")
     if unknown := found.keys() - layers.keys():

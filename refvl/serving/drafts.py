@@ -42,7 +42,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
 def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
     """Add `past_key_values` to `options` if the prompt was read in chunks or the answer uses drafts.
 
-    Drafts need this, because transformers would otherwise go back to the ids, in which media are placeholders. Raises
+    Drafts need this, because transformers would otherwise fall back on the ids, in which media are placeholders. Raises
     ValueError for drafts of several prompts.
     """
     draft = draft_option(language_model, options)

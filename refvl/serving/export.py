@@ -50,14 +50,14 @@ def encode_folder(
 ) -> dict:
     """Encode every image and video in `folder` that `out` does not yet contain; return the manifest, on every rank.
 
-    folder: a folder, a .tar file, or a text file that lists paths, see `find_media`; videos count if the model accepts
+    folder: a folder, a .tar file, or a text file that lists paths (see `find_media`); videos count if the model accepts
         them.
     shard_size: media per shard. force: rename files that refvl did not write if it needs their names. Processes that
     torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed
     under "unreadable" with the reason. Raises ValueError if `out` contains embeddings from a different model or dtype,
-    or a shard that cannot be read. Also raises it if the folder contains no image, or if images appeared or changed
-    during the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files that refvl
-    did not write (see `held_folder`), and OSError if `out` cannot be written.
+    or a shard that cannot be read. The same error is raised if the folder contains no image, or if images appeared or
+    changed during the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files that
+    refvl did not write (see `held_folder`), and OSError if `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -159,7 +159,7 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """Encode the readable images; record the reasons for the others in `unreadable`.
+    """Encode the readable images; record why other images could not be read in `unreadable`.
 
     If a batch fails, its images are retried one by one.
     """

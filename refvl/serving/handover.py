@@ -33,8 +33,8 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
 
     folder: the output of `refvl encode`. names: names from its manifest. Raises FileNotFoundError for a folder without
     a manifest, KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a
-    family whose embeddings vLLM does not accept, and for MiniCPM-V's videos. Also raises it if the manifest points
-    outside the folder or does not match the embeddings.
+    family whose embeddings vLLM does not accept, for MiniCPM-V's videos, and if the manifest points outside the folder
+    or does not match the embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -93,8 +93,9 @@ def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> d
 def _of_slices(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
     """Return a tensor per image and its (width, height), from which vLLM recomputes the number of slices."""
     if kind == "video":
-        raise ValueError("names: expected images, because vLLM packs no frames of MiniCPM-V's videos; got a video")
+        raise ValueError("names: expected images, because vLLM does not pack frames of MiniCPM-V's videos; got a video")
     for entry in entries:
         if not entry["layout"] or entry["tokens"] % len(entry["layout"]):
-            raise ValueError(f"folder: {len(entry['layout'])} slices do not share {entry['tokens']} embeddings evenly")
+            tokens, slices = entry["tokens"], len(entry["layout"])
+            raise ValueError(f"folder: {tokens} embeddings cannot be divided evenly among {slices} slices")
     return {"image_embeds": list(embeds), "image_sizes": torch.tensor([entry["size"] for entry in entries])}

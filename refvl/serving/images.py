@@ -156,8 +156,8 @@ def _members(path: Path, name: str) -> Iterator[MediaFile]:
 def media_name(path: PurePath) -> str:
     """Return the name that shards and manifest use for a path in the folder.
 
-    Names contain only UTF-8. Any other path is percent-encoded byte by byte, after a "./". No other name begins
-    with "./", so no two files share a name.
+    Names contain only UTF-8. Any other path is percent-encoded byte by byte and gets the prefix "./". No other name
+    begins with "./", so no two files share a name.
 
     >>> media_name(PurePath("cats/1.jpg")), media_name(PurePath("caf\\udce9.jpg"))
     ('cats/1.jpg', './caf%E9.jpg')

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
 MIN_WORK = 2**22  # multiplications per call; below this number, the call itself costs more than oneDNN saves
-FASTER = 1.3  # oneDNN has to reach this speed-up, so that a busy moment does not decide
+FASTER = 1.3  # oneDNN has to reach this speed-up, so that a short disturbance does not decide
 
 
 class OneDnnLinear(nn.Linear):

@@ -22,8 +22,8 @@ LOCK = ".refvl-lock"
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process.
 
-    Raises BlockingIOError, naming the owner, if another process holds the lock. Also raises it if the owner is on a
-    different machine, because this process cannot check whether the owner still runs.
+    Raises BlockingIOError, naming the owner, if another process holds the lock. The same error is raised if the owner
+    is on a different machine, because this process cannot check whether the owner still runs.
     """
     path = folder / LOCK
     while (file := _take(path)) is None:
@@ -68,7 +68,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
+        raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to finish") from None
     except OSError:  # the file system does not support locks, so an existing file counts as held
         if not is_new:
             raise BlockingIOError(way_out) from None

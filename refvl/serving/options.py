@@ -16,7 +16,7 @@ from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # a limit, because each beam is a copy of the prompt
-LOSE_MEDIA = (  # with these options, transformers goes back to the prompt's ids, in which media are placeholders
+LOSE_MEDIA = (  # with these options, transformers falls back on the prompt's ids, in which media are placeholders
     "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
 NEEDS_IDS = {  # options that transformers ignores for embeddings -> the value that switches each off

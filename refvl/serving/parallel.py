@@ -213,7 +213,7 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
     """Encode B images of one size, with the same number on every rank; every rank gets all embeddings, in order.
 
     image_input: (B, ...), equal on every rank. vision_model: (b, ...) -> (b, ...) on the device of the images.
-    If B is not a multiple of the ranks, the last ones encode zeros, whose results are dropped.
+    If B is not a multiple of the number of ranks, the last ranks encode zeros, whose results are dropped.
     Raises ValueError for an input that is not a tensor (B, ...).
     """
     if not isinstance(image_input, Tensor) or image_input.ndim < 2:

@@ -106,7 +106,7 @@ def _held(out: Path) -> Iterator[BufferedRandom]:
         try:
             fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"out: {out} is being written by another process; wait for it to end") from None
+            raise BlockingIOError(f"out: {out} is being written by another process; wait for it to finish") from None
         yield answers
 
 

@@ -42,7 +42,7 @@ def generate(
     (M, W) for all images in order, or one tensor per image. The same arguments exist for videos; pruning also works on
     precomputed embeddings. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by
     families whose prompts contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows,
-    grids, embeddings and placeholders do not match. Also raises them for masks that are not 0s before 1s.
+    grids, embeddings and placeholders do not match, or if a mask is not 0s followed by 1s.
     """
     q = check_pruning(pruning, pruning_rate)
     check_runnable(model)
@@ -140,7 +140,7 @@ def _take(model: Any, kind: str, queue: Iterator, ids: Tensor) -> list:
     while wanted > 0:
         item = next(queue, None)
         if item is None:
-            raise ValueError(f"input_ids: {wanted} {kind} placeholders more than the given {kind}s need")
+            raise ValueError(f"input_ids: {wanted} more {kind} placeholders than the given {kind}s need")
         taken.append(item)
         wanted -= item[0].num_tokens
     return taken

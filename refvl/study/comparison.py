@@ -189,7 +189,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     """Find where two runs first differ, and why. Each run is a `Trace`, `Stages`, or a folder that either saved.
 
     A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default, rtol is 1e-3 up to
-    the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
+    the positions; in the text model it is the expected rounding error (see `rounding`). Integers and masks must be
     equal, and nan and inf must be in the same places. Stages that only one run recorded are listed but not compared.
     model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
     tested one by one (`refvl.study.text_causes`). This takes a few hundred forwards of the layers before it. Raises
@@ -273,7 +273,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the amount by which values may differ: one number, or (layers + 1, 1) for the states."""
+    """Return the allowed difference between values: one number, or (layers + 1, 1) for the states."""
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]

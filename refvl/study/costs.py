@@ -23,7 +23,7 @@ from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
-BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image with which upstream plans
+BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the maximum number of slices or crops
 
 
@@ -205,7 +205,7 @@ def costs(
 
     Without a language model (`load(..., text=False)`), the context is None, and its weights and cache take 0 bytes.
 
-    media: decoded media, see `VLM.processor.decode`. pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
+    media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
     method. text_bytes: the bytes of the language model's weights, if `vlm` stores them in a different form from the
     checkpoint (`stored_text_bytes`). `activation_bytes` estimates the tower's peak while it encodes only that item;
     `memory_bytes` assumes that it encodes all items together.

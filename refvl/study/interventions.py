@@ -1,4 +1,4 @@
-"""`VLM.trace(..., replace={stage: f})` replaces the result of a stage by f(result), and the run continues with it.
+"""`VLM.trace(..., replace={stage: f})` replaces the result of a stage with f(result), and the run continues with it.
 
     stage            what f receives and returns
     patchify         list of `Patches`, one per item; f may return tensors (N, C) instead, as their rows
@@ -42,7 +42,7 @@ class Intervened(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, then replace its result by the return value of its function."""
+        """Time a stage, then replace its result with the return value of its function."""
         with Trace.stage(self, name):
             yield
         if name == "plan":

@@ -38,12 +38,12 @@ class Trace(Record):
     seconds_saved: float = 0.0  # the time that encoding the cached items would have taken
     largest: dict[str, float] = field(default_factory=dict)  # the largest absolute value of a stage or its layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
-    first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen
+    first_logits: Tensor | None = None  # (V,): the logits that the first new token was chosen from
     margins: Tensor | None = None  # for each new token, the best logit minus the second best; None with beams
-    attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None: linear
-    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0, after each; the last normed
+    attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None if linear
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D), before layer 0 and after each; last: normed
     tower_attentions: list[list] = field(default_factory=list)  # a `SegmentAttention` per segment, for each block
-    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each
+    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each block
 
     def __repr__(self) -> str:
         """Return one line per stage with its name, shapes and seconds."""

@@ -22,11 +22,11 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
     release: the JSON file of a released config; pixel limits come from the folder of the same name, if it exists.
-    like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
+    like: a checkpoint folder of the same family, that provides all text files. depth: the number of tower blocks and
     of text layers. seed: the seed for the weights, which transformers draws as it does before training.
 
-    Raises ValueError if `like` belongs to a different family, or if the folder is not empty. Also raises it if the
-    depth is less than the number of features that the tower passes to the text model.
+    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
+    the number of features that the tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)

@@ -1,4 +1,4 @@
-"""The effect of a graph buffer that is not refilled: there is no error, but the result is wrong.
+"""The effect of a graph buffer that is not refilled: no error is raised, but the result is wrong.
 
 Every buffer is filled with a first batch, then all buffers but one with a second batch. The recording is replayed
 operation by operation and compared with a replay in which all buffers are refilled. This shows where the error begins

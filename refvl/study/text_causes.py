@@ -231,7 +231,7 @@ def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
 
 
 def _sections(text: Any) -> dict[str, list[int]]:
-    """Return name -> the axis of each rotary pair, for different sections, each both contiguous and interleaved."""
+    """Return the axis of each rotary pair by name, for different sections, each both contiguous and interleaved."""
     own = (text.config.rope_parameters or {}).get("mrope_section")
     if not own:
         return {}

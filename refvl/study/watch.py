@@ -62,7 +62,7 @@ class TowerWatch:
                 block.register_forward_hook(partial(keep_output, states))
 
     def fill(self, trace: Trace) -> None:
-        """Fill `tower_attentions` and `tower_hidden_states` by the plans in the trace's `metadata`, one per forward."""
+        """Fill `tower_attentions` and `tower_hidden_states` using the trace's plans (`metadata`), one per forward."""
         rows, start = list[Tensor](), 0  # per pass, the patch row at each position of all forwards
         for metadata in trace.metadata:
             runs = self.encoder.block_rows(metadata)
@@ -286,9 +286,9 @@ def trace(
     f gets the result of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With
     `prefill_chunk`, pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage.
     Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
-    cannot be read, or for placeholders that do not match the media. Also raises them for a pruning rate outside [0, 1)
-    and a prompt longer than the context. The same errors are raised for options of `generate` that do not exist or do
-    not lead to one answer in text.
+    cannot be read, or for placeholders that do not match the media. The same errors are raised for a pruning rate
+    outside [0, 1), for a prompt longer than the context, and for options of `generate` that do not exist or do not lead
+    to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {

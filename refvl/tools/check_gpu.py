@@ -98,7 +98,7 @@ def check_gpu(
 
 
 def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
-    """Run one check and record its rows, state and seconds. Only interrupts are raised."""
+    """Run one check and record its rows, state and seconds. Only interrupts propagate."""
     entry["state"], start = "running", time.monotonic()
     report.save(zipped=True)
     try:

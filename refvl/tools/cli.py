@@ -64,7 +64,7 @@ Adapter = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="first capture the vision tower in graphs")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
@@ -255,7 +255,7 @@ def trace(
 ):  # fmt: skip
     """Answer a question and print the shapes and times of every stage.
 
-    With --source, print the code that ran first: every function in call order, with executed lines marked and checks
+    With --source, first print the code that ran: every function in call order, with executed lines marked and checks
     folded. With --source FILE.html, write the code as a page, with the results of each stage.
     """
     _check_request(prompt, video, pruning_rate)
@@ -315,8 +315,8 @@ def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
     b: Annotated[str, typer.Argument(help="a second such folder, from a run with the same prompt and media")],
     rtol: Annotated[float | None, typer.Option(
-        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model the share that "
-        "rounding explains")] = None,
+        help="tolerance, relative to a stage's largest value; by default 0.001, and in the text model the expected "
+        "rounding error")] = None,
     atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
     model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
 ):  # fmt: skip
@@ -334,14 +334,14 @@ def compare(
 def info(
     checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
     image: Images = None, video: Videos = None,
-    min_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
-    max_pixels: Annotated[int | None, typer.Option(help="a limit instead of the checkpoint's")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="override the checkpoint's limit")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="override the checkpoint's limit")] = None,
     fps: Annotated[float | None, typer.Option(help="frames per second to sample from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
     files: Annotated[bool, typer.Option("--files", help="list the files of the model, with their digests")] = False,
-    tower: Annotated[bool, typer.Option("--tower", help="load only the vision tower, as in `encode`")] = False,
+    tower: Annotated[bool, typer.Option("--tower", help="include only the vision tower, as in `encode`")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
     """Print the family, its sizes, the token count of the given media step by step, and the memory needed.
@@ -387,7 +387,7 @@ def encode(
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; its contents are not encoded again")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="rename files of other programs if necessary")] = False,
+    force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Encode images and videos to safetensors, for an engine that accepts embeddings.
@@ -395,11 +395,11 @@ def encode(
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
     Videos are sampled as in `chat`, and skipped if the model accepts only images. Only images are read from tar files,
-    including those in the folder. `refvl.serving.handover.vllm_inputs` passes the embeddings to vLLM.
+    including those in the folder. `refvl.serving.handover.vllm_inputs` prepares the embeddings for vLLM.
 
-    If an image cannot be read, stderr and the manifest name it with the reason, the others are encoded, and the exit
-    status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again. In the
-    manifest, a path that is not valid UTF-8 is percent-encoded after "./".
+    If an image cannot be read, stderr and the manifest name it and the reason. The other images are encoded, and the
+    exit status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again.
+    In the manifest, a path that is not valid UTF-8 is percent-encoded and begins with "./".
     """
     from refvl.serving.export import encode_folder
 

@@ -61,7 +61,7 @@ from refvl.study.arithmetic import encoder_operations
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 HEAD_DIMS = (64, 72, 80, 112, 128)  # of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # of segments; random lengths would not put empty ones first, last and between
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # of segments; empty ones are first, last and between
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
@@ -197,9 +197,9 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 
 @torch.inference_mode()
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
-    """Compare each tower in float32 and float16 with float32 on a CPU: eager.
+    """Compare each tower in float32 and float16 with float32 on a CPU.
 
-    By graphs on A, B and A again; and compiled.
+    Towers run eagerly and in graphs on A, B and A again; with `compiled`, they run compiled.
     """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
@@ -398,7 +398,10 @@ def said_last(bench: Bench) -> str:
 
 @torch.inference_mode()
 def measure_times(bench: Bench) -> Iterator[dict]:
-    """Measure median milliseconds with CUDA events; the floor is the tower's matmuls at the rate of a large one."""
+    """Measure median milliseconds with CUDA events.
+
+    The floor is the time that the tower's matmuls take at the rate of a large matmul.
+    """
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
     patch = encoder.config.patch_size
     inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
@@ -438,7 +441,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
 def measure_decode(bench: Bench) -> Iterator[dict]:
     """Measure milliseconds for one token after a prompt.
 
-    The floor reads the weights once at the rate of a large copy.
+    The floor is the time to read the weights once, at the rate of a large copy.
     """
     config = families.read_config(bench.text)
     text, model_class = families.text_config_of(config), families.find_family(config).text_model

@@ -579,6 +579,9 @@ class _Python(TorchFunctionMode):
             return pinned
         if function is torch.tensor and any(isinstance(x, CudaTensor) for x in tree_leaves(args)):  # scalars, in a list
             args = tree_map(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
+        if function is Tensor.new_tensor and isinstance(args[0], CudaTensor):
+            function, like, args = torch.tensor, args[0], args[1:]
+            kwargs = {"dtype": like.dtype, "device": like.device} | kwargs
         if function is Tensor.is_pinned:
             return is_pinned(args[0])
         if function in FUSED and isinstance(args[0], CudaTensor):

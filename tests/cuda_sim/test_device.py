@@ -62,6 +62,14 @@ def test_fresh_memory_holds_nan(machine):
     assert (torch.empty(3, dtype=torch.int32, device="cuda") < -(2**30)).all()
 
 
+def test_a_new_tensor_is_on_the_device_of_the_old(machine):
+    """As on CUDA, where it is a copy from the host; with the old one's dtype, unless another is given."""
+    old = torch.ones(2, dtype=torch.float64, device="cuda")
+    new = old.new_tensor([0.25, 0.5])
+    assert (new.device, new.dtype) == (old.device, old.dtype) and (old * new).tolist() == [0.25, 0.5]
+    assert old.new_tensor([1], dtype=torch.int64).dtype == torch.int64 and not old.new_tensor([1], device="cpu").is_cuda
+
+
 @pytest.mark.parametrize(
     "forbidden",
     [

@@ -12,7 +12,9 @@ from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
 
-LAYOUTS = {"MiniCPM-V 4.5": ((5, 6),), "Step3-VL": (0, 0)}  # others: a grid
+LAYOUTS = {  # others: a grid; windows of one length, because sdpa runs once for each length
+    "Qwen2.5-VL": (1, 8, 8), "MiniCPM-V 4.5": ((5, 6),), "Step3-VL": (0, 0)
+}  # fmt: skip
 KERNELS = {"Qwen2.5-VL": 11, "Qwen3-VL": 10, "GLM-4.1V": 11, "GLM-OCR": 11, "MiniCPM-V 4.5": 9, "Step3-VL": 8}
 
 

@@ -160,7 +160,7 @@ def test_layouts_are_normalised_and_hashable(encoder):
         ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a tuple of SliceGroups or \(h, w\)"),
         ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
         ([(SliceGroup(((4, 0),)),)], ValueError, r"layouts\[0\]\[0\].slices\[0\]: every extent must be at least 1"),
-        ([(SliceGroup(((4, 5),) * 2, (1,)),)], ValueError, r"\[0\]\[0\]: temporal_ids: expected one id per slice, 2"),
+        ([(SliceGroup(((4, 5),) * 2, (1,)),)], ValueError, r"\[0\]: temporal_ids: expected one id per slice \(2\)"),
         ([(SliceGroup(((4, 5),), (-3,)),)], ValueError, r"\[0\]\[0\]: temporal_ids\[0\]: expected at least one"),
     ],
 )  # fmt: skip

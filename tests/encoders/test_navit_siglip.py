@@ -197,7 +197,7 @@ def test_no_slices(ours):
 @pytest.mark.parametrize(
     ("shape", "sizes", "seen", "error", "message"),
     [
-        ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: slices of \[24\] patches do not fit the 20"),
+        ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: slices of \[24\] patches exceed the 20"),
         ((2, 3, 14, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 0 must be 1, got 2"),
         ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: strips must be whole patches of 14 px, got 281"),
         ((1, 3, 28, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 2 must be 14"),

@@ -404,7 +404,7 @@ def test_the_examples_of_the_docstrings():
         ({"budgets": []}, ValueError, "budgets: expected at least one, got none"),
         ({"budgets": [0]}, ValueError, r"budgets\[0\]: must be at least 1, got 0"),
         ({"max_items": 0}, ValueError, "max_items: must be at least 1, got 0"),
-        ({"frames": [1]}, ValueError, "frames: expected one per item, 2, got 1"),
+        ({"frames": [1]}, ValueError, r"frames: expected one per item \(2\), got 1"),
         ({"frames": [1, 1], "max_frames": 0}, ValueError, "max_frames: must be at least 1, got 0"),
     ],
 )

@@ -79,14 +79,14 @@ def poison(graph):
 def test_reading_a_value_back_is_refused(name):
     """Host code would run once, at capture, and its value would be frozen without a word."""
     READS[name]()  # runs well outside of a capture
-    with pytest.raises(CaptureError, match="capture: .* reads a value back|capture: aten.* needs a value of its input"):
+    with pytest.raises(CaptureError, match="capture: (.* reads a value back|aten.* has to read a value of its input)"):
         TraceGraph().capture(READS[name])
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_that_depends_on_data_is_refused(name):
     SHAPES[name]()
-    with pytest.raises(CaptureError, match="capture: .* (reads|needs) a value"):
+    with pytest.raises(CaptureError, match="capture: .* (reads|has to read) a value"):
         TraceGraph().capture(SHAPES[name])
 
 
@@ -162,7 +162,7 @@ def test_transformers_own_tower_is_refused():
     tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa").eval()
     patches, grid = torch.randn(32, 1176), torch.tensor([[2, 4, 4]])
     tower(patches, grid)
-    with pytest.raises(CaptureError, match="reads a value back|needs a value of its input"):
+    with pytest.raises(CaptureError, match="reads a value back|has to read a value of its input"):
         TraceGraph().capture(lambda: tower(patches, grid).pooler_output)
 
 

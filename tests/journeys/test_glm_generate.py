@@ -247,7 +247,7 @@ def clip_inputs(vlm):
             "pixel_values_videos: dimension",
         ),
         (lambda i: {"input_ids": i["input_ids"][:, :5]}, r"placeholders, but 0 video\(s\)|expected placeholders"),
-        (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "placeholders more than the given videos need"),
+        (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "more video placeholders than the given videos need"),
         (lambda i: {"pruning_rate": 1.0}, "pruning_rate"),
     ],
 )

@@ -83,7 +83,7 @@ def test_every_torch_knows_which_flash_attention_fits(monkeypatch):
     last = max((torch for torch, said in fits.items() if said != "none fits"), key=Version)
     assert f"against torch up to {last}," in (ROOT / "environment.yml").read_text()
     assert (Version(VERSIONS["torch"]).release[:2] <= Version(last).release) == (
-        "which the torch\n      # above is" in (ROOT / "environment.yml").read_text()
+        "such as the version\n      # above" in (ROOT / "environment.yml").read_text()
     )
     for package in (None, SimpleNamespace(), SimpleNamespace(flash_attn_varlen_func=print)):
         monkeypatch.setitem(sys.modules, "flash_attn", package)  # None: not installed

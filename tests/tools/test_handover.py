@@ -78,7 +78,7 @@ def test_minicpmv_needs_the_sizes_of_pictures(folder, tmp_path):
             [read_embeddings(tmp_path / "out", n) for n in ("b.jpg", "a.png")],
         )
     )
-    with pytest.raises(ValueError, match="names: expected images, because vLLM packs no frames"):
+    with pytest.raises(ValueError, match="names: expected images, because vLLM does not pack frames"):
         vllm_inputs(tmp_path / "out", ["clip.mp4"])
 
 

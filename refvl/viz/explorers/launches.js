@@ -51,10 +51,12 @@ export default explorer(view => {
   });
 
   view.readout(() => {
-    const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
+    const [launched, eager] = LANES.map(name => times(name, view.item));
     const waited = eager[0] - launched[1];
-    return `operation ${view.item + 1}: launched by ${us(launched[1])}; the device starts it at ${us(eager[0])}, ` +
-      `${waited > 0.01 ? `${us(waited)} after its launch, because it is busy` : "as soon as it is launched"}. In a replay it starts at ${us(replayed[0])}`;
+    return `operation ${view.item + 1} starts ${waited > 0.01 ? `${us(waited)} after its launch, because the device is busy` : "as soon as it is launched"}`;
+  }, () => {
+    const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
+    return `launched by ${us(launched[1])}; eagerly it starts at ${us(eager[0])}, in a replay at ${us(replayed[0])}`;
   });
   return { count };
 });

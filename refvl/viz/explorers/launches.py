@@ -24,7 +24,10 @@ class LaunchesExplorer(Explorer):
         "launch replays them all."
     )
     action = "Drag the cost of a launch down, until the device no longer waits."
-    takeaway = "Eagerly, the slower of host and device decides; a replay launches once, so only the device decides."
+    takeaway = (
+        "A graph makes a model faster when launching an operation takes longer than running it, because a replay needs "
+        "only one launch."
+    )
 
     def __init__(self):
         controls = [
