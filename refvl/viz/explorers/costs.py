@@ -32,8 +32,8 @@ class CostsExplorer(Explorer):
     )
     action = "Drag the chart to a larger image. Then press the bars to give more blocks full attention."
     takeaway = (
-        "The cost of full attention grows with the square of the pixel count, that of windows only linearly, so "
-        "Qwen2.5-VL uses full attention in just 4 of 32 blocks."
+        "The cost of full attention grows quadratically with the pixel count, that of windows linearly, so just 4 of "
+        "Qwen2.5-VL's 32 blocks use full attention."
     )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):
