@@ -1,4 +1,4 @@
-"""Who attends to whom: in the language model over an image's tokens, in the tower over its patches.
+"""Attention figures: of the language model over an image's tokens, and of the tower over its patches.
 
 plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of the rows of a state, in colours of a projection

@@ -1,4 +1,4 @@
-"""Which video tokens are kept, why, and at what cost.
+"""Figures of the video tokens that are kept, the reason, and the cost.
 
 plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
@@ -92,7 +92,7 @@ def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> No
 
 
 def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
-    """Draw a line where a kept token borders on a pruned one or on the edge."""
+    """Draw a line around the kept tokens, at every side shared with a pruned token or with the edge."""
     padded = np.pad(keep_hw, 1).astype(int)
     for row, column in np.argwhere(np.diff(padded, axis=0)[:, 1:-1]):
         ax.plot([column, column + 1], [row, row], color=KEPT, lw=1.6, clip_on=False)

@@ -12,7 +12,7 @@ explore_graph       the recording step by step, with a buffer that is not refill
 explore_launches    when host and device do each operation, eagerly and in a replay
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
-explore_costs       operations of a tower with windows and with full frames
+explore_costs       operations of a tower with windows and with full attention
 explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
@@ -204,7 +204,7 @@ def explore_assignment(
 ) -> "AssignmentExplorer":
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
-    sizes: of the items in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
+    sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
     Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     from refvl.viz.explorers.assignment import AssignmentExplorer
@@ -217,7 +217,7 @@ def explore_assignment(
 
 
 def explore_costs(image=None) -> "CostsExplorer":
-    """Count the operations of Qwen2.5-VL's tower by image size, window size and number of blocks over full frames.
+    """Count the operations of Qwen2.5-VL's tower by image size, window size and number of blocks with full attention.
 
     image: anything `load_image` takes, by default one of the repository. Sizes are those of the released 7B model.
     Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.

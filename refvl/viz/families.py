@@ -121,7 +121,7 @@ def _family_line(name: str, place: int) -> dict[str, Any]:
 
 
 def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Correct answers in percent: a line per mechanism that was taken away, a column per kind of question.
+    """Draw correct answers in percent: one row per removed mechanism, one column per kind of question.
 
     rows: of one model in `data/measurements/ablations.json`. A framed cell is one that lost answers; the first line is
     the model as it is, and what guessing gives stands below each kind.

@@ -92,7 +92,7 @@ def plot_patch_values(
 def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
     """Draw the frames of a video that each variant samples, two per grid step, with the timestamp of each step.
 
-    duration: seconds. fps: of the video. Steps alternate in shade, to show the pairs.
+    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the pairs.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -146,7 +146,7 @@ def plot_clip_tokens(
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw the prompt's part of one video, a row per grid step: begin, tokens, end, and the timestamp.
 
-    trace: of a GLM model, whose `keep` fades pruned tokens. processor: the model's, for its words.
+    trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's processor, for its words.
     Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:

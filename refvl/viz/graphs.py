@@ -75,8 +75,8 @@ def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | No
     ax.set_yticks(range(3), lanes)
     ax.invert_yaxis()
     busy, ends = sum(device_us), (eager[-1][1], sum(replay[-1]))
-    times = f"eager {ends[0]:.3g} us (device idle {1 - busy / ends[0]:.0%}), replay {ends[1]:.3g} us"
-    ax.set_title(f"{launch_us:g} us per launch: {times}", loc="left", fontsize=9)
+    times = f"eager {ends[0]:.3g} µs (device idle {1 - busy / ends[0]:.0%}), replay {ends[1]:.3g} µs"
+    ax.set_title(f"{launch_us:g} µs per launch: {times}", loc="left", fontsize=9)
     return ax
 
 

@@ -21,7 +21,7 @@ def plot_assignment(
 ) -> Axes:
     """Draw one bar per rank: its items in order of assignment, numbered by arrival, hatched while it waits.
 
-    sizes: of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
+    sizes: the size of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
     """
     order, counts, loads = assignment
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))

@@ -74,7 +74,7 @@ def values(journey: Journey, stage: str) -> list[str]:
 
 
 def first_picture(journey: Journey) -> str:
-    """Return the first image of the request, or a frame from the middle of the first video, small."""
+    """Return a thumbnail of the request's first image, or of the middle frame of its first video."""
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium

@@ -38,7 +38,7 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
 
 In the next cell, `explorer.index` (the state), `explorer.options` (its options by name) and `explorer.selected` (the
 item clicked or reached by arrow keys, -1 for none) follow the reader; setting `index` or `selected` changes the view.
-`page(explorer)` is the same as one HTML file that needs neither kernel nor network.
+`page(explorer)` returns the explorer as a single HTML file that needs neither kernel nor network.
 """
 
 try:

@@ -18,6 +18,7 @@ LABELS = {
     "block": "encoder block", "tower_head": "encoder head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
+RARE = ("token", "block", "tower_head")
 
 
 class AttentionExplorer(WatchedExplorer):
@@ -48,7 +49,7 @@ class AttentionExplorer(WatchedExplorer):
             "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
         }
         controls = [
-            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider")
+            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider", rare=name in RARE)
             for name, options in offered.items()
         ]
         every = itertools.product(*offered.values())
@@ -118,7 +119,7 @@ class AttentionExplorer(WatchedExplorer):
 
 
 def _finder(w: Watched, layer: int) -> int:
-    """The head of a layer that gives the most attention to one token of the image."""
+    """Return the head of a layer that gives the most attention to a single image token."""
     return int(media_attention(w.trace)[layer].amax(-1).argmax())
 
 

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def palette() -> dict[str, dict]:
-    """Return the colours of each theme, and 32 along a sequence, first to last."""
+    """Return the colours of each theme, including a ramp of 32 colours for sequences, from first to last."""
     ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
     return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
 
@@ -51,12 +51,15 @@ class Control:
     """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
 
     options: numbers or strings, in order, without repetition. label: the text before the control, with the unit.
+    plays: the text on the button of a player, which says what will move. rare: whether the control is folded away.
     """
 
     name: str
     label: str
     options: Sequence
     kind: str = "slider"
+    plays: str = "play"
+    rare: bool = False
 
 
 class Explorer(anywidget.AnyWidget):

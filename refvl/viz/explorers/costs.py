@@ -1,4 +1,4 @@
-"""Costs: how many operations the tower of Qwen2.5-VL takes with attention in windows and over full frames."""
+"""Costs: how many operations the tower of Qwen2.5-VL takes with attention in windows and with full attention."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ class CostsExplorer(Explorer):
     """Operations are multiplications plus additions. Items are the windows of the image, in reading order."""
 
     _esm = module("costs")
-    title = "Windows or full frames"
+    title = "Windows or full attention"
     asks = "What does it cost if every patch may attend to every other?"
     terms = (
-        "The image encoder is a stack of blocks. In some, a patch attends only to the patches of its own window, a "
-        "small square."
+        "The image encoder is a stack of blocks. In some, a patch attends only within its window, a small square. "
+        "In the others, it attends to all patches: full attention."
     )
-    action = "Drag the chart to a larger image. Then press in the bars to give more blocks the full frame."
+    action = "Drag the chart to a larger image. Then press in the bars to give more blocks full attention."
     takeaway = (
         "Full attention grows with the square of the pixel count, windows only linearly, so Qwen2.5-VL uses full "
         "attention in just 4 of 32 blocks."
@@ -43,11 +43,11 @@ class CostsExplorer(Explorer):
         states = [
             (side, full, window)
             for side, full, window in itertools.product(SIDES, counts, WINDOWS)
-            if full < config.depth or window == WINDOWS[0]  # without windows, their size does not matter
+            if full < config.depth or window == WINDOWS[0]  # the window size has no effect if no block uses windows
         ]
         controls = [
             Control("side", "image, px", SIDES),
-            Control("full", "blocks over the full frame", counts),
+            Control("full", "blocks with full attention", counts),
             Control("window", "window, px", WINDOWS, kind="menu"),
         ]
         shared = {"photo": photo(self.image), "depth": config.depth, "patch": config.patch_size}
@@ -57,7 +57,7 @@ class CostsExplorer(Explorer):
         self.selected = (across // 3) * across + across // 2
 
     def _row(self, side: int, full: int, window: int) -> dict:
-        """curves (3, sides): of towers with no block over the full frame, with `full` of them, and with all."""
+        """curves (3, sides): of towers with full attention in no block, in `full` of them, and with all."""
         counted = {s: count_operations(self.config, s, window) for s in SIDES}
         rest, linear, windowed, whole = counted[side]
         return {
@@ -71,7 +71,8 @@ class CostsExplorer(Explorer):
     def figure(self) -> Figure:
         row, options = self.row(self.index), self.options
         figure, ax = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-        names = ("windows in every block", f"{options['full']} of {self.config.depth} over the full frame", "in all")
+        some = f"full attention in {options['full']} of {self.config.depth}"
+        names = ("windows in every block", some, "full attention in every block")
         colors = (TOKEN_COLORS["image"], "black", TOKEN_COLORS["video"])
         for name, curve, color in zip(names, row["curves"], colors, strict=True):
             ax.plot(SIDES, curve / 1e12, "o-", color=color, label=name)
@@ -83,7 +84,7 @@ class CostsExplorer(Explorer):
     def describe(self) -> str:
         row, options = self.row(self.index), self.options
         return (
-            f"A tower with {options['full']} of {self.config.depth} blocks over the full frame, the others in windows "
+            f"A tower with {options['full']} of {self.config.depth} blocks with full attention, the others in windows "
             f"of {options['window']} px, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
             f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} if all blocks do."
         )
@@ -104,7 +105,7 @@ def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tu
 
 
 def pairs(lengths: Sequence[int]) -> int:
-    """Of patches that look at each other."""
+    """Return the number of pairs of patches that attend to each other."""
     return sum(length**2 for length in lengths)
 
 

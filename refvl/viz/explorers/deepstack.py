@@ -1,4 +1,4 @@
-"""DeepStack: which features of the tower the text model gets besides the last, and what it answers without some."""
+"""DeepStack: DeepStack: features of earlier tower blocks in the text model, and its answers when some are omitted.."""
 
 import itertools
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class DeepstackExplorer(Explorer):
         self.selected = 0
 
     def answer(self, asked: Asked, kept: tuple[bool, ...]) -> tuple[str, Tensor]:
-        """The answer without the features that are not `kept`, and (V,) probabilities of its first token."""
+        """Return the answer with only the `kept` features, and (V,) probabilities of its first token."""
         run, model = asked.trace, self.model
         factors = run.deepstack.new_tensor(kept).repeat_interleave(self.width)
         changed = replace(run, deepstack=run.deepstack * factors)
@@ -134,11 +134,11 @@ def ask(model: VLM, prompt: str, medium) -> Asked:
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:
-    """Which of `count` features are kept: all first, none last."""
+    """Return every choice of kept features out of `count`: all features first, none last."""
     return list(itertools.product([True, False], repeat=count))
 
 
 def name_of(kept: tuple[bool, ...], blocks: list[int]) -> str:
-    """What a control says of them."""
+    """Return the label of a choice for the control."""
     left = [f"block {block}" for block, is_kept in zip(blocks, kept, strict=True) if is_kept]
     return ALL if all(kept) else f"only {' and '.join(left)}" if left else NONE

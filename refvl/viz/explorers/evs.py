@@ -30,7 +30,7 @@ class EvsExplorer(Explorer):
         "EVS, efficient video sampling, drops a share q of the video's tokens: those that differ least from the "
         "frame before."
     )
-    action = "Press play, or drag across the curve of the answer."
+    action = 'Press "prune more", or drag across the curve of the answer.'
     takeaway = "Half of the tokens can go because they repeat the frame before; drop too many, and the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
@@ -63,7 +63,7 @@ class EvsExplorer(Explorer):
         start = min((state for state in states if state[0] == clips[0]["name"]), key=lambda state: abs(state[1] - q))
         controls = [
             Control("clip", "question", [clip["name"] for clip in clips], kind="menu"),
-            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player"),
+            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player", plays="prune more"),
         ]
         first = len(clips) == 1  # then there is no video to choose
         return {
@@ -89,7 +89,7 @@ class EvsExplorer(Explorer):
 
 
 def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
-    """Return pruning rate -> (M,) bool, for the smallest of `RATES` that leads to each mask."""
+    """Return the distinct masks, (M,) bool, each under the smallest of `RATES` that produces it."""
     masks: dict[tuple, tuple[float, Tensor]] = {}
     for rate in RATES:
         keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, rate)
@@ -98,7 +98,7 @@ def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
 
 
 def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> dict[str, Any]:
-    """Return a video by itself, without a prompt: its positions begin at 0."""
+    """Return a video without a prompt; its positions begin at 0."""
     positions, _ = get_mrope_input_positions(len(embeds_MD), [MediaSpan(0, *merged_thw)])
     rows = {
         rate: _row(keep_M, keep_M, positions) | {"answer": "", "chances": []}

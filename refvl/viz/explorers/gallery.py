@@ -48,7 +48,7 @@ def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
 
 
 def upside_down(clip) -> np.ndarray:
-    """The frames of a video, each rotated by 180 degrees."""
+    """Return the frames of a video, each rotated by 180 degrees."""
     return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
 
 
@@ -77,7 +77,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "tower": lambda: explore_tower(
         small_model(),
-        {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
+        {"a scene": ("What shape is in the center?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
     ),
     "costs": explore_costs,
     "deepstack": lambda: explore_deepstack(

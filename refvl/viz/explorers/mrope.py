@@ -34,13 +34,14 @@ class MropeExplorer(Explorer):
     )
     action = "Drag the key ✕ down, out of the query's row: now the pairs of h differ, too, and the score falls."
     takeaway = (
-        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their distance."
+        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their offsets in "
+        "t, h and w."
     )
 
     def __init__(self):
         controls = [
-            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu"),
-            Control("theta", "theta", THETAS),
+            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu", rare=True),
+            Control("theta", "theta", THETAS, rare=True),
             *(Control(axis, f"{axis} of the key", list(range(extent))) for axis, extent in EXTENT.items()),
         ]
         self.axes = {name: mrope_axis_of_pairs(s, interleaved=i) for name, (s, i) in SECTIONS.items()}

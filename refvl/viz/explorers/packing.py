@@ -42,7 +42,7 @@ class PackingExplorer(Explorer):
         "A CUDA graph records a model's operations for a fixed number of tokens, its budget. A replay runs them "
         "again, and padding fills the rest."
     )
-    action = "Press play: the images arrive one by one. Then capture fewer graphs, and see the padding grow."
+    action = 'Press "add images": they arrive one by one. Then capture fewer graphs, and see the padding grow.'
     takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
 
     def __init__(self, arrivals: Mapping[str, Sequence[int]], budgets: Sequence[int], *, max_items: int):
@@ -63,7 +63,7 @@ class PackingExplorer(Explorer):
         controls = [
             Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
             Control("graphs", "graphs captured", captured),
-            Control("arrived", "images so far", range(1, most + 1), kind="player"),
+            Control("arrived", "images so far", range(1, most + 1), kind="player", plays="add images"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]
         shared = {

@@ -83,11 +83,11 @@ class PositionsExplorer(Explorer):
             found |= {(*state, name): row for name, row in rows.items()}
         controls = [
             Control("family", "prompt of", list(processors), kind="menu"),
-            Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu"),
-            Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu"),
-            Control("seconds", "length, s", SECONDS),
-            Control("rate", "frames per second", RATES),
-            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu"),
+            Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu", rare=True),
+            Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu", rare=True),
+            Control("seconds", "length of the video, s", SECONDS, rare=True),
+            Control("rate", "frames per second", RATES, rare=True),
+            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu", rare=True),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))

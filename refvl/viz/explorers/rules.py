@@ -122,7 +122,7 @@ class PositionRulesExplorer(Explorer):
         lost = "half of the video pruned, " if options["pruned"] == "half" else ""
         return (
             f"An image {cut} and a video of {options['frames']} frames, {lost}under four position rules; "
-            f"the next text token stands at: {ends}."
+            f"the next text token is at: {ends}."
         )
 
 
@@ -182,4 +182,4 @@ def draw_map(ax: Axes, found: dict, sizes: Sequence[tuple[int, int]], rule: str)
         edge = TOKEN_COLORS["image"] if color == "none" else color
         ax.scatter(thw[2], thw[1], s=area, c=color, edgecolors=edge, marker=marker, label=name, linewidths=0.8)
     ax.set(aspect="equal", xlim=(-2, found["end"] + 1), ylim=(found["end"] + 1, -2), xlabel="w", ylabel="h")
-    ax.set_title(f"{rule}: text goes on at {found['end']}", fontsize=9)
+    ax.set_title(f"{rule}: text continues at {found['end']}", fontsize=9)

@@ -41,14 +41,11 @@ export default explorer(view => {
     if (query() < 0 || !values.length) return;
     const [, count, rows, columns] = values.shape, first = (k * count + query()) * rows * columns;
     for (let i = 0; i < rows * columns; i++) {
-      pen.globalAlpha = 0.8 * (1 - Math.sqrt(values[first + i] / 255));
-      pen.fillStyle = "#000";
-      pen.fillRect(x + (i % columns) * width / columns, y + Math.floor(i / columns) * height / rows,
-        width / columns + 0.5, height / rows + 0.5);
+      view.fade(pen, x + (i % columns) * width / columns, y + Math.floor(i / columns) * height / rows,
+        width / columns + 0.5, height / rows + 0.5, 0.85 * (1 - Math.sqrt(values[first + i] / 255)));
     }
-    pen.globalAlpha = 1;
   }
-  const reading = () => (query() >= 0 ? `; bright: what query q${query()} reads` : "");
+  const reading = () => (query() >= 0 ? `; not faded: what query q${query()} reads` : "");
 
   view.column("MiniCPM-V");
   view.canvas({
@@ -198,8 +195,10 @@ export default explorer(view => {
   }
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
-    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-      `and becomes one token of each\nThe small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
+    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, and becomes one token of each`;
+  }, () => {
+    if (view.item >= Q) return "";
+    return `The small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };
 });

@@ -19,7 +19,7 @@ class TimelineExplorer(Explorer):
     title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
     terms = "GLM reads a video as pairs of frames. Three of its releases choose the frames by different rules."
-    action = "Press play to make the video longer, and compare what the three releases keep."
+    action = 'Press "make it longer", and compare the frames that the three releases keep of the longer video.'
     takeaway = (
         "Each release keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
     )
@@ -31,7 +31,7 @@ class TimelineExplorer(Explorer):
         states = sorted((different | {(duration, round(fps * duration)): (fps, duration)}).values())
         controls = [
             Control("fps", "frames per second", rates),
-            Control("duration", "length, s", durations, kind="player"),
+            Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
         shared = {"rules": [RELEASES[name] for name in VARIANTS]}
         super().__init__(

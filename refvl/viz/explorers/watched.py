@@ -45,7 +45,7 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The first patch of the token with the most attention from the first new token, in the last layer."""
+        """The first patch of the token that the first new token attends to most in the last layer."""
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
     def on_grid(self, values_N: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ class WatchedExplorer(Explorer):
     def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
         self.model = model
         super().__init__(**self._table(questions))
-        self.selected = self.first.looked_at_most
+        self.selected = self.first_patch
 
     def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
         """Ask the model again, name -> (prompt, image), and show the result instead."""
         self.fill(**self._table(questions))
-        self.selected = self.first.looked_at_most
+        self.selected = self.first_patch
 
     def watch(self, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
         """Ask every question, and store the answers in `watched` by name."""
@@ -77,6 +77,11 @@ class WatchedExplorer(Explorer):
     @property
     def first(self) -> Watched:
         return next(iter(self.watched.values()))
+
+    @property
+    def first_patch(self) -> int:
+        """The patch that is selected at first."""
+        return self.first.looked_at_most
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         """Return the arguments of `Explorer.fill`."""

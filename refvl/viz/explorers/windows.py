@@ -18,7 +18,7 @@ RESIZING = (
     "Patches and tokens", "How many tokens does an image cost?",
     "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
     "Give the image more tokens. Then choose a patch.",
-    "The budget decides the size of the image, and its size decides the number of tokens.",
+    "The budget determines the size of the image, and the size determines the number of tokens.",
 )  # fmt: skip
 HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
 
@@ -38,7 +38,8 @@ class WindowsExplorer(Explorer):
     )
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (
-        "A window is an order and a cut: its tokens are put next to each other, and each attends only to that window."
+        "A window is a square of the image: tokens are sorted so that each window is contiguous, and cu_seqlens marks "
+        "where attention stops."
     )
 
     def __init__(
@@ -114,7 +115,7 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
 
 
 def _inside(row: dict, share: float) -> int:
-    """The patch that lies `share` of the way to the right and down."""
+    """Return the patch at `share` of the width and height."""
     rows, columns = row["grid"]
     distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
     return int(distances.argmin())

@@ -117,7 +117,7 @@ def as_int8(rows: np.ndarray) -> bytes:
 
 
 def count_numbers(meta: Mapping[str, list[int]]) -> int:
-    """How many numbers a model has."""
+    """Return the number of parameters of a model."""
     return sum(rows * values for _, _, rows, values in meta.values())
 
 
@@ -135,7 +135,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "mean": image.image_mean, "std": image.image_std, "timeStep": 0,
     }  # fmt: skip
     kinds = {"picture": prompt(processor, "image", Image.new("RGB", (SIDE, SIDE)))}
-    if "tokens_per_second" in vision:  # else each frame stands after its seconds, which the page does not write
+    if "tokens_per_second" in vision:  # otherwise each frame follows its timestamp, which the page does not write
         video = processor.video_config
         pixels["timeStep"] = vision["tokens_per_second"] * video.temporal_patch_size / video.fps
         kinds["clip"] = prompt(processor, "video", DATA / "clips" / "scene.mp4")
@@ -182,7 +182,7 @@ def vocabulary(folder: Path) -> dict[str, Any]:
 
 
 def photo(name: str) -> str:
-    """The middle square of a shipped photograph, as a `data:` address."""
+    """Return the central square of a shipped photograph as a `data:` address."""
     picture = load_image(DATA / "pictures" / f"{name}.jpg").convert("RGB")
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
@@ -193,5 +193,5 @@ def photo(name: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """JSON in which no "<" is left that could end a script."""
+    """Return JSON without any "<", which could end a script."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
