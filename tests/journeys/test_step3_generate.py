@@ -241,7 +241,7 @@ def test_a_tokenizer_without_marks_is_named(tmp_path):
     folder = make_step3_checkpoint(tmp_path)
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(tokenizer.replace("<patch_newline>", "<patch_new_line>"))
-    with pytest.raises(ValueError, match=r"tokenizer: lacks special tokens of Step3-VL: \['<patch_newline>'\]"):
+    with pytest.raises(ValueError, match=r"special tokens of Step3-VL, got none for \['<patch_newline>'\]"):
         load(folder).chat("What is it?", images=[SMALL])
 
 
