@@ -239,7 +239,7 @@ M_ROPE = (
     Ablation("height and width exchanged", "M-RoPE", in_spans(exchanged), told=mirrored, kinds=("place",)),
     Ablation("one position for all", "M-RoPE", in_spans(at_one)),
     Ablation(
-        "times run backwards", "M-RoPE", in_spans(reversed_times), kinds=("motion", "change"),
+        "time positions reversed", "M-RoPE", in_spans(reversed_times), kinds=("motion", "change"),
         told=opposite,
     ),
 )  # fmt: skip
@@ -253,7 +253,7 @@ TABLE = (
 IMAGES = ("color", "shape", "place")  # questions about them
 SECONDS = (
     Ablation(
-        "seconds of the next step", "seconds", arguments=rolled_seconds, told=rolled_answer, kinds=("change",)
+        "timestamps of the next step", "seconds", arguments=rolled_seconds, told=rolled_answer, kinds=("change",)
     ),
 )  # fmt: skip
 SIZES = tuple(
@@ -273,7 +273,7 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
         *TABLE,
         Ablation("keys without places", "resampler", of_resampler(positions=lambda p: torch.zeros_like(p.positions))),
         Ablation(
-            "times run backwards", "temporal ids", of_resampler(times=times_exchanged), told=opposite, kinds=("motion",)
+            "timestamps reversed", "temporal ids", of_resampler(times=times_exchanged), told=opposite, kinds=("motion",)
         ),
         Ablation(
             "slices exchanged", "slices", token_blocks(lambda b: [b[0], *(b[1 + i] for i in SLICES)]),

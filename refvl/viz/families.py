@@ -106,7 +106,8 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
         if at is not None:
             panel.axvline(at, color="0.5", ls="--", lw=1)
         unit = {"bytes": " (bytes)", "seconds": " (s)"}.get(measure, "")
-        panel.set(xscale="log", yscale="log", xlabel="px" if kind == "image" else "seconds", title=label + unit)
+        panel.set(xscale="log", yscale="log", title=label + unit)
+        panel.set_xlabel("side (px)" if kind == "image" else "duration (s)")
         panel.title.set_size(9)
         panel.grid(alpha=0.25)
     axes[0].legend(fontsize=8)
@@ -139,7 +140,7 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(range(len(kinds)), [f"{kind}\n(chance {chance:.0%})" for kind, chance in kinds.items()], fontsize=8)
     ax.set_yticks(range(len(lines)), [line or "as it is" for line in lines], fontsize=8)
     ax.set(xlim=(-0.5, len(kinds) - 0.5), ylim=(len(lines) - 0.5, -0.5), title=f"{rows[0]['model']}, correct answers")
-    ax.set(xlabel="question", ylabel="without")
+    ax.set(xlabel="question", ylabel="what was changed")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return ax

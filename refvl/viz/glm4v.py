@@ -104,7 +104,7 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     names = [f"{variant}\n{RELEASES[variant]}" for variant in variants]
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
-    ax.set(xlabel="second of the video", ylim=(-len(variants) + 0.1, 0.8))
+    ax.set(xlabel="time in the video (s)", ylim=(-len(variants) + 0.1, 0.8))
     ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: sampled frames and written timestamps")
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
@@ -168,7 +168,8 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
                 _box(ax, x, row, HIGHLIGHT, processor.tokenizer.decode([ids[place]]).strip())
     kept = sum(sum(keep[span.offset : span.offset + span.num_tokens]) for span in trace.spans)
     total = sum(span.num_tokens for span in trace.spans)
-    ax.set(xlim=(-0.1, width), ylim=(len(starts) - 0.05, -0.1), xticks=[], xlabel="tokens of the prompt, left to right")
+    ax.set(xlim=(-0.1, width), ylim=(len(starts) - 0.05, -0.1), xticks=[])
+    ax.set_xlabel("tokens of the prompt, left to right\n[ and ]: beginning and end of an image; orange: timestamp")
     ax.set_yticks([row + 0.45 for row in range(len(starts))], [f"step {row}" for row in range(len(starts))])
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_visible(False)

@@ -119,7 +119,8 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("position in the buffer", fontsize=8)
+    colors = "" if buffer.ndim == 1 else " (colour: value)"
+    ax.set_xlabel(f"position in the buffer{colors}", fontsize=8)
     ax.tick_params(labelsize=8)
 
 

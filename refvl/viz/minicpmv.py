@@ -102,7 +102,7 @@ def plot_query_attention(
         panel.set_visible(False)
     figure = axes.flat[0].figure
     if ax is None:
-        figure.colorbar(drawn, ax=axes, label="share of the query", shrink=0.8)
+        figure.colorbar(drawn, ax=axes, label="share of the attention", shrink=0.8)
         figure.suptitle(title)
     return axes
 
@@ -112,8 +112,9 @@ def plot_frame_tokens(
 ) -> Axes:
     """Draw tokens of a video over the number of sampled frames, a line per model; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
-    for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
-        ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
+    for place, ((name, counts), color) in enumerate(zip(tokens.items(), STAGE_COLORS, strict=False)):
+        width = max(6 - 2 * place, 1.5)  # where two lines agree, the thinner is drawn on the thicker
+        ax.plot(frames, counts, "o-", ms=width + 2, lw=width, color=color, label=name)
     ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
     ax.set_xticks(frames, [str(n) for n in frames])
     ax.minorticks_off()
@@ -129,7 +130,7 @@ def plot_time_shift(
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
-    ax.set(xscale="log", xlabel="seconds", ylabel="moved by (% of the length)", title=title)
+    ax.set(xscale="log", xlabel="time difference (s)", ylabel="change of the tokens (% of their norm)", title=title)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
@@ -194,11 +195,11 @@ def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaS
                 ax.text(at_w - 0.4, at_h - 0.4, str(k + 1), size=8, va="top", bbox=_NUMBER, color="white")
     overview = range(spans[0].offset, spans[0].offset + spans[0].num_tokens)
     marks = [i for i in range(first, last + 1) if i not in media]
-    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="marks")
+    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="separators")
     x, y = [w[i] for i in overview], [h[i] for i in overview]
     ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview", zorder=3)
     ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
     ax.set(
         xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
     )
-    ax.legend(fontsize=8, loc="lower left")
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)

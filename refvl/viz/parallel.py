@@ -36,7 +36,7 @@ def plot_assignment(
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
     right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure keeps that figure's width
-    ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
+    ax.set(xlabel=f"{unit} (hatched: waiting)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
     report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)

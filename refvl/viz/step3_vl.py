@@ -150,7 +150,7 @@ def plot_path_timeline(
         start += length
     ax.set_yticks(range(len(paths)), paths)
     ax.set(
-        xlim=(0, whole),
+        xlim=(0, 1.005 * whole),
         ylim=(max(1, len(paths)) - 0.5, -0.5),
         xlabel="output tokens computed so far (hatched: padding)",
     )

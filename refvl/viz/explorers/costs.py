@@ -77,7 +77,7 @@ class CostsExplorer(Explorer):
         for name, curve, color in zip(names, row["curves"], colors, strict=True):
             ax.plot(SIDES, curve / 1e12, "o-", color=color, label=name)
         ax.axvline(options["side"], color="0.5", ls="--", lw=1)
-        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10^12 operations")
+        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10¹² operations")
         ax.legend(fontsize=8)
         return figure
 
