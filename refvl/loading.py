@@ -201,7 +201,7 @@ def _load_models(
 ) -> tuple[Encoder, Any]:  # fmt: skip
     """Load the encoder and the text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # may be next to text_config
+    if (how := getattr(config, "quantization_config", None)) is not None:  # it may be outside text_config
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:

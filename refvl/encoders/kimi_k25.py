@@ -109,7 +109,7 @@ class KimiK25VisionConfig(TowerConfig):
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(KimiK25VisionConfig, cls).from_hf(vision)  # named, because slots=True creates a new class
+        return super(KimiK25VisionConfig, cls).from_hf(vision)  # slots=True breaks super() without arguments
 
     @classmethod
     def tiny(cls) -> "KimiK25VisionConfig":

@@ -263,7 +263,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 2.5: the tower knows no slice shapes; the position table treats a slice as one row of h * w patches."""
+    """MiniCPM-V 2.5: the tower receives no shapes; the position table treats a slice as one row of h * w patches."""
 
     skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 

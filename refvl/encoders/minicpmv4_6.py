@@ -72,7 +72,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # named, because slots=True creates a new class
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # slots=True breaks super() without arguments
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":

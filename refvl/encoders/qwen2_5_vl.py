@@ -255,7 +255,7 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
-    depend on the rest of the batch. With this function, a row depends only on its own values. The function does not
+    depend on the rest of the batch. In this function, a value depends only on its own row. The function does not
     branch on the tensor, so a graph can capture it.
     """
     if x_NE.dtype != torch.float16:

@@ -113,7 +113,7 @@ class SiglipViT(NaVitSiglip):
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # no sizes, as pixels have a shape
+    def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # takes no sizes
         """Encode (B, C, H, W) pixels into (B, ceil(H / P) * ceil(W / P), E)."""
         P = self.config.patch_size
         check_shape(pixel_values, ("B", self.config.num_channels, "H", "W"), "pixel_values")

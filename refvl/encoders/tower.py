@@ -41,7 +41,7 @@ class Tower(nn.Module):
         self.is_compiled = False  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
-        """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
+        """Let torch compile each block of the tower as a whole, for all sizes, when the block first runs.
 
         Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled
         code, so use a different backend. Do not set hooks on blocks, because each hook would also be compiled and would

@@ -36,7 +36,7 @@ class RewindingCache(DynamicCache):
             self.copies.append((self.get_seq_length(), linear))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove at least the last tokens; tokens_to_remove: the negative of their number, as in transformers."""
+        """Remove the last tokens, possibly more. tokens_to_remove: minus their number, as in transformers."""
         total, self.behind = self.get_seq_length(), 0
         if tokens_to_remove:
             wanted = total - abs(tokens_to_remove)

@@ -119,7 +119,7 @@ class PatchConfig:
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Round both sides to `factor`; if the area is outside the budget, scale first, then round back into the budget.
+    """Round both sides to multiples of `factor`; if the area is outside the budget, scale, then round into the budget.
 
     Larger images are rounded down, and smaller images are rounded up. A thin image may exceed max_pixels, because no
     side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.

@@ -41,7 +41,7 @@ from refvl.processors.chat import ChatProcessor
 
 
 class Glm4vProcessor(ChatProcessor):
-    """GLM-4.1V and GLM-4.5V. Layouts are grids (t, h, w) in patches."""
+    """The processor of GLM-4.1V and GLM-4.5V; layouts are grids (t, h, w) in patches."""
 
     patch_config = Glm4vPatchConfig
     variant = "glm4v"  # an argument of `sample_video_frames`
@@ -123,7 +123,7 @@ class Glm4vProcessor(ChatProcessor):
 
 
 class Glm46VProcessor(Glm4vProcessor):
-    """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
+    """The processor of GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
     rule = "6, 2 or 1 frames per second, fewer for longer videos, {0.max_frames} at most"
@@ -133,7 +133,7 @@ class Glm46VProcessor(Glm4vProcessor):
 
 
 class GlmgaProcessor(Glm46VProcessor):
-    """GLM-GA: the prompts of GLM-4.6V with a different sampler and different image sizes."""
+    """The processor of GLM-GA: the prompts of GLM-4.6V, with a different sampler and different image sizes."""
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"

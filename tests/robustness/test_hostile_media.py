@@ -127,7 +127,7 @@ def test_playlists_open_no_other_file(tmp_path, name):
     """What a playlist names is a pipe: whoever opened it would wait for ever; FFmpeg alone plays the first two."""
     os.mkfifo(tmp_path / "other.mp4")
     (tmp_path / name).write_text(PLAYLISTS[name].format(video="other.mp4"))
-    with pytest.raises(ValueError, match=f"video: .*{name} is (damaged, or of a format|truncated or not)"):
+    with pytest.raises(ValueError, match=f"video: .*{name} is (damaged or has an unsupported format|truncated or not)"):
         load_video(tmp_path / name)
 
 
