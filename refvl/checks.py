@@ -15,7 +15,7 @@ from refvl.printing import printable
 Grid = tuple[int, int, int]
 MAX_PATCHES = 2**22  # the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 also needs its scale
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
 
 
 def is_integer(value) -> bool:

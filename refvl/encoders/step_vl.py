@@ -59,7 +59,7 @@ RENAMED = {  # a regular expression for a name in the released file or transform
 
 @dataclass(frozen=True, slots=True)
 class StepVLVisionConfig(Step3VisionConfig):
-    """The sizes of the encoder, under transformers' names; `aliases` lists the released file's three other names."""
+    """The sizes of the encoder, under transformers' names; `aliases` maps three names of the released file."""
 
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
