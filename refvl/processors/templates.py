@@ -165,7 +165,7 @@ def _is_named(node: nodes.Node, name: str) -> bool:
 
 def _is_namespace(node: nodes.Node) -> bool:
     is_call = isinstance(node, nodes.Call) and _is_named(node.node, "namespace")
-    return is_call and not (node.args or node.dyn_args or node.dyn_kwargs)  # type: ignore[attr-defined]  # a call has them
+    return is_call and not (node.args or node.dyn_args or node.dyn_kwargs)  # type: ignore[attr-defined]  # of calls
 
 
 def _is_count(node: nodes.Node) -> bool:
