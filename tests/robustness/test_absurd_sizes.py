@@ -50,7 +50,7 @@ def test_plans_beyond_memory_are_refused(name):
     assert "patches in one plan" in refused(lambda: encoder.plan(batch))
     for layouts in (one, *frames):
         if 2**22 * encoder.config.hidden_size * 4 >= 2**30:
-            assert "patches in one plan" in refused(lambda layouts=layouts: encoder.plan(layouts))
+            assert "in one plan" in refused(lambda layouts=layouts: encoder.plan(layouts))
 
 
 SIGLIP = SiglipViTConfig(hidden_size=96, num_hidden_layers=1, num_attention_heads=2)
