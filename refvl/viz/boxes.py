@@ -1,4 +1,4 @@
-"""The location to which an answer points, and its shift if the numbers are read in another space.
+"""The location to which an answer points, and its shift if the numbers are read in a different convention.
 
 plot_boxes          boxes and points on an image
 plot_box_readings   one answer, read by every convention

@@ -4,7 +4,7 @@ plot_position_table  where the patches of images sample the table, and one sampl
 plot_patch_values    a number per patch, laid over the image
 plot_timelines       the frames of a video that each variant samples, and the timestamps it writes
 plot_clip_tokens     prompt tokens of a video against its duration
-plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
+plot_clip_prompt     a video's part of the prompt, one frame per row, with pruned tokens faded
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
 RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
 _SECOND = {"facecolor": HIGHLIGHT, "alpha": 0.4, "edgecolor": "none", "pad": 1.2}
-_LABELS = 16  # timestamps written along a timeline, at most
+_LABELS = 16  # the largest number of timestamps on a timeline
 
 
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Draw, per image, the table under the patches' centres, and one channel as sampled, bicubic and nearest.
+    """Draw, for each image, the table under the patches' centres, and one channel sampled as bicubic and as nearest.
 
     table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
     Returns that array. Raises ValueError for a table that is not a matrix.
@@ -74,7 +74,7 @@ def plot_patch_values(
 ) -> Axes:
     """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order, like all patch rows.
 
-    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: of the colours.
+    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: the range of the colours.
     Raises ValueError for values of a shape other than (h * w,).
     """
     h, w = grid_hw
@@ -127,13 +127,13 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
 def plot_clip_tokens(
     seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw prompt tokens of a video over its duration, a line per variant; both axes are logarithmic."""
+    """Plot the prompt tokens of a video against its duration, one line per variant, on log-log axes."""
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         label, width = (
             f"{variant} ({RELEASES[variant]})",
             6 - 2 * i,
-        )  # where two agree, the thinner is drawn on the thicker
+        )  # if two agree, the thinner line is on top
         ax.plot(seconds, counts, "o-", ms=width + 2, lw=width, color=VARIANT_COLORS[variant], label=label)
     ax.set(xscale="log", yscale="log", xlabel="duration (s)", ylabel="tokens", title=title)
     for axis in (ax.xaxis, ax.yaxis):
@@ -144,7 +144,7 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the prompt's part of one video, a row per grid step: begin, tokens, end, and the timestamp.
+    """Draw one video's part of the prompt, one row per grid step: begin, video tokens, end, and the timestamp.
 
     trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's processor, for its words.
     Raises ValueError for a trace without a prompt.

@@ -1,4 +1,4 @@
-"""Data-parallel encoding: which rank encodes what, what is gathered, and the speed-up.
+"""Data-parallel encoding: the items of each rank, the gathered rows, and the speed-up.
 
 plot_assignment     one bar per rank with its items; hatched while the rank waits for the slowest
 plot_gather         the rows of an all-gather, rank by rank with padding, above the caller's order
@@ -81,16 +81,16 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
 
 
 def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the speed-up over the number of ranks, with the number of ranks as a dashed line.
+    """Plot the speed-up against the number of ranks; the dashed line is the number of ranks.
 
-    speed_up: {name of a line: {ranks: times as fast as one rank}}.
+    speed_up: {name of a line: {ranks: speed-up over one rank}}.
     """
     ax = axes_or_new(ax, figsize=(6.5, 4))
     ranks = sorted({n for curve in speed_up.values() for n in curve})
     ax.plot(ranks, ranks, "--", color="0.5", label="ideal")
     for (name, curve), color, marker in zip(speed_up.items(), STAGE_COLORS, "osd^v<>", strict=False):
         ax.plot(list(curve), list(curve.values()), color=color, marker=marker, ms=5, lw=1.8, label=name)
-    ax.set(xlabel="ranks", ylabel="times as fast as one rank", title=title or "speed-up", xticks=ranks)
+    ax.set(xlabel="ranks", ylabel="speed-up over one rank", title=title or "speed-up", xticks=ranks)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)

@@ -18,7 +18,7 @@ from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
 
-MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; smaller numbers than the first are left out
+MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # font sizes in points; numbers smaller than the first are left out
 
 
 def plot_patches(

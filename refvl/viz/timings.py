@@ -3,7 +3,7 @@
 plot_stage_timings  one bar per stage of a trace
 plot_stage_shares   one bar per question, its stages end to end
 plot_cost_curves    costs over sizes, with fitted exponents
-plot_roofline       operations per second over operations per byte, below the machine's limits
+plot_roofline       operations per second against operations per byte, below the machine's limits
 plot_gpu_estimates  matmuls, traffic and launches of a tower, as milliseconds of a GPU
 """
 

@@ -1,4 +1,4 @@
-"""Windows: which tokens share one, in which order they come, and which attend to each other."""
+"""Windows: the tokens of each window, their order, and the pairs that attend to each other."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -237,11 +237,11 @@ def test_states_are_all_combinations_unless_given():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="rows: expected one for each of 6 states, got 5"):
         Squares(SQUARES, rows(5))
-    with pytest.raises(ValueError, match=r"start: \(4, 'm'\) is not a state"):
+    with pytest.raises(ValueError, match=r"start: expected one of the states .* got \(4, 'm'\)"):
         Squares(SQUARES, rows(), start=(4, "m"))
     with pytest.raises(traitlets.TraitError, match="index: expected 0 to 5, got 6"):
         Squares(SQUARES, rows()).index = 6
-    with pytest.raises(ValueError, match="expected integers of 32 bits, got 0 to 4294967296"):
+    with pytest.raises(ValueError, match="expected 32-bit integers, got 0 to 4294967296"):
         Squares(SQUARES, rows(), shared={"large": np.array([0, 2**32])})
 
 

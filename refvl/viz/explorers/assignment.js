@@ -1,10 +1,10 @@
-// A bar per device: its images, each as long as it is large, and hatched while the device waits for the slowest.
+// One bar per device: its images, as long as they are large; hatched while the device waits for the slowest.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const ROW = () => (view.big ? 52 : 32), LEFT = 60, TEXT = 200;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a device's words stand below it
+  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone, the text of a device is below its bar
   const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
   const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
   const scale = () => (W() - LEFT) / longest();
@@ -30,8 +30,8 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `${sizes().length} images on ${ranks().length} devices, ${view.row.speed_up.toFixed(1)} times as fast as one`,
-    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one device, if time is proportional to ${view.shared.unit}. Hatched: the device waits` + (alone() < 0 ? "" : `. Image ${alone()} fills a device by itself, so more devices would not help`),
+    name: () => `${sizes().length} images on ${ranks().length} devices, speed-up ${view.row.speed_up.toFixed(1)}`,
+    caption: () => `Speed-up over one device: ${view.row.speed_up.toFixed(1)}, if time is proportional to ${view.shared.unit}. Hatched: the device waits` + (alone() < 0 ? "" : `. Image ${alone()} fills a device by itself, so more devices would not help`),
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -70,12 +70,12 @@ export default explorer(view => {
     },
   });
 
-  // how much faster every number of devices is, by both rules
+  // the speed-up of every number of devices, by both rules
   const H = () => (view.big ? 360 : 280), SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
   const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
   view.canvas({
-    name: () => "how many times as fast as one device: by size and by count, for every number of devices",
-    caption: () => `How many times as fast as one device, with these ${sizes().length} images; drag to change the number of devices`,
+    name: () => "speed-up over one device: by size and by count, for every number of devices",
+    caption: () => `Speed-up over one device for these ${sizes().length} images; drag to change the number of devices`,
     size: () => [C(), H()],
     drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
     draw(pen, width, height) {

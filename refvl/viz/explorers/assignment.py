@@ -1,4 +1,4 @@
-"""Assignment: images of all sizes arrive, devices share them by one of two rules, and wait for the slowest."""
+"""Assignment: images of many sizes arrive, one of two rules assigns them to devices, and all wait for the slowest."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from refvl.serving.parallel import get_speed_up
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.parallel import RULES, plot_assignment
 
-EITHER = "either"  # the rule, if both assign alike
+EITHER = "either"  # the name shown if both rules make the same assignment
 
 
 class AssignmentExplorer(Explorer):
@@ -52,7 +52,7 @@ class AssignmentExplorer(Explorer):
         )
 
     def _row(self, items: int, assignment, speed_ups: np.ndarray) -> dict:
-        """speed_ups: (rules, ranks) of these items."""
+        """Return the data of a state. speed_ups: (rules, ranks) for these items."""
         order, counts, loads = assignment
         dealt = iter(order)
         ranks = [{"items": list(islice(dealt, n)), "load": load} for n, load in zip(counts, loads, strict=True)]
@@ -71,5 +71,5 @@ class AssignmentExplorer(Explorer):
         loads = ", ".join(str(rank["load"]) for rank in row["ranks"])
         return (
             f"{items} image{'s' * (items != 1)} on {ranks} device{'s' * (ranks != 1)}, rule: {rule}; the devices "
-            f"encode {loads} {self.unit}, {row['speed_up']:.1f} times as fast as one."
+            f"encode {loads} {self.unit}, with a speed-up of {row['speed_up']:.1f} over one device."
         )

@@ -37,7 +37,7 @@ export default explorer(view => {
   }
   const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
   const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
-  function dim(pen, key, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
+  function dim(pen, key, x, y, side, part, most) {  // the cell with the most attention is not faded; colours stay true
     view.fade(pen, x, y, side, side, 0.85 * (1 - view.ease(key, part / Math.max(1, most))));
   }
   function label(pen, text, x, y) {
@@ -51,10 +51,10 @@ export default explorer(view => {
     pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
 
-  view.column("1. The answer looks at the image");
+  view.column("1. From the answer to the image");
   view.canvas({
-    name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} of its attention goes to the image. The less a token is faded, the more it gets`,
+    name: () => `"${asked().prompt}" When the model chose "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
+      `layer ${view.option("layer")}, head ${view.option("head")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less a token is faded, the more it gets`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
@@ -68,9 +68,9 @@ export default explorer(view => {
 
   const seeing = { name: () => {
       const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "full attention";
-      return `Before there are tokens, patches attend to each other in the tower, which is the image encoder. Block ${view.option("block")} (${inside}), ` +
+      return `Before there are tokens, patches attend to each other in the tower (the image encoder). Block ${view.option("block")} (${inside}), ` +
         `${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}` +
-        (view.item < 0 ? ": point at a patch" : ": the framed patch looks at what is not faded") + (inside === "windows" ? ". Thick lines: borders of windows" : "");
+        (view.item < 0 ? ": point at a patch" : ": the framed patch attends to those that are not faded") + (inside === "windows" ? ". Thick lines: borders of windows" : "");
     },
     size, at, step,
     draw(pen, width, height) {
@@ -97,9 +97,9 @@ export default explorer(view => {
 
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
-  view.column("2. The same in every layer and head");
+  view.column("2. All layers and heads");
   view.canvas({
-    name: () => `The more an image token stands out, the more attention "${asked().answer[token()]}" pays to it. An even map: the head looks at the text. Choose one`,
+    name: () => `The more an image token stands out, the more attention it gets when the model chooses "${asked().answer[token()]}". In an even map, the head attends to the text. Choose a map`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -172,7 +172,7 @@ export default explorer(view => {
     const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
     return `Block ${view.option("block")} of the tower: patch ${view.item} attends most to the patch in row ${other[0]}, column ${other[1]}, with ${percent(seen[best] / BYTE)}; ` +
-      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window. All are counted from 0; the answer: ${asked().text}`;
+      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,

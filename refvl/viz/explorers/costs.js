@@ -1,4 +1,4 @@
-// What a patch may look at in both kinds of blocks, the operations of every block, and of the tower as the image grows.
+// The patches that a patch attends to in both kinds of block, and the operations of every block and of the tower.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -42,12 +42,12 @@ export default explorer(view => {
     });
   }
   const in_window = () => (view.option("window") / view.shared.patch) ** 2;
-  picture(() => `a block in windows: the patch attends to ${in_window()} patches`,
-    () => `In a block with windows, the marked patch attends to at most ${in_window()} patches: those that are not faded`, false);
+  picture(() => `a block with windowed attention: the patch attends to ${in_window()} patches`,
+    () => `In a block with windowed attention, the marked patch attends to at most ${in_window()} patches: those that are not faded`, false);
   picture(() => `a block with full attention: the patch attends to ${view.row.patches.toLocaleString("en")} patches`,
-    () => `In a block with full attention, it attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
+    () => `In a block with full attention, the marked patch attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
 
-  // blocks with full attention stand apart as evenly as they can
+  // blocks with full attention are spread as evenly as possible
   const is_full = block => Math.floor((block + 1) * full() / depth) > Math.floor(block * full() / depth);
   const BLOCKS = () => (view.fit(1120) >= 760 ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
   view.canvas({

@@ -1,4 +1,4 @@
-"""Costs: how many operations the tower of Qwen2.5-VL takes with attention in windows and with full attention."""
+"""Costs: the number of operations of Qwen2.5-VL's tower, with windowed and with full attention."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ START = (1344, 112)
 
 
 class CostsExplorer(Explorer):
-    """Operations are multiplications plus additions. Items are the windows of the image, in reading order."""
+    """The explorer of costs. Operations are multiplications plus additions; items are windows, in reading order."""
 
     _esm = module("costs")
     title = "Windows or full attention"
     asks = "What does it cost if every patch may attend to every other?"
     terms = (
         "The image encoder is a stack of blocks. In some, a patch attends only within its window, a small square. "
-        "In the others, it attends to all patches: full attention."
+        "In the others, it attends to all patches, which is full attention."
     )
-    action = "Drag the chart to a larger image. Then press in the bars to give more blocks full attention."
+    action = "Drag the chart to a larger image. Then press the bars to give more blocks full attention."
     takeaway = (
-        "Full attention grows with the square of the pixel count, windows only linearly, so Qwen2.5-VL uses full "
-        "attention in just 4 of 32 blocks."
+        "The cost of full attention grows quadratically with the pixel count, that of windows linearly, so just 4 of "
+        "Qwen2.5-VL's 32 blocks use full attention."
     )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):
@@ -57,7 +57,7 @@ class CostsExplorer(Explorer):
         self.selected = (across // 3) * across + across // 2
 
     def _row(self, side: int, full: int, window: int) -> dict:
-        """curves (3, sides): of towers with full attention in no block, in `full` of them, and with all."""
+        """Return a state's data. curves (3, sides): operations with full attention in none, `full`, and all blocks."""
         counted = {s: count_operations(self.config, s, window) for s in SIDES}
         rest, linear, windowed, whole = counted[side]
         return {
@@ -84,15 +84,16 @@ class CostsExplorer(Explorer):
     def describe(self) -> str:
         row, options = self.row(self.index), self.options
         return (
-            f"A tower with {options['full']} of {self.config.depth} blocks with full attention, the others in windows "
-            f"of {options['window']} px, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
-            f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} if all blocks do."
+            f"A tower with full attention in {options['full']} of {self.config.depth} blocks, and windows of "
+            f"{options['window']} px in the others, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
+            f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} trillion if all "
+            "blocks use full attention."
         )
 
 
 @cache  # states share sizes and windows
 def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tuple[int, int, int, int]:
-    """Operations of: all but the blocks; a block's matrices; its attention in windows; its attention over the frame."""
+    """Return four counts of operations: outside the blocks, and a block's matrices, windowed and full attention."""
     grid = (1, side // config.patch_size, side // config.patch_size)
     count, width = grid[1] * grid[2], config.hidden_size
     _, borders = get_window_index([grid], window_size=window, patch_size=config.patch_size)
@@ -110,6 +111,6 @@ def pairs(lengths: Sequence[int]) -> int:
 
 
 def total(counted: tuple[int, int, int, int], full: int, depth: int) -> int:
-    """Return the operations of a tower whose blocks attend `full` times over the frame, otherwise in windows."""
+    """Return the operations of a tower with full attention in `full` blocks and windows in the others."""
     rest, linear, windowed, whole = counted
     return rest + depth * linear + (depth - full) * windowed + full * whole

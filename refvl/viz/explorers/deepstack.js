@@ -1,4 +1,4 @@
-// The frames, the way from the tower's blocks to the language model's layers, and the answer to every choice of features.
+// The frames, the way from the tower's blocks to the language model's layers, and the answer for every choice of features.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -86,7 +86,7 @@ export default explorer(view => {
   });
 
   view.column();
-  const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // beside the way, if there is room
+  const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // next to the diagram, if there is room
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
     caption: () => "The answer for each choice of features; press a line",
@@ -108,7 +108,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `with ${view.option("kept")} it says "${view.row.answer}"; its first word: ` +
+    name: () => `with ${view.option("kept")} the model says "${view.row.answer}"; its first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
     caption: () => `The probability of the first word, with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
     size: () => [W(), 62 + asked().words.length * 34],

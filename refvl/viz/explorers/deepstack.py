@@ -1,4 +1,4 @@
-"""DeepStack: DeepStack: features of earlier tower blocks in the text model, and its answers when some are omitted.."""
+"""DeepStack: features of earlier tower blocks in the text model, and its answers if some of them are left out."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from refvl.study.report import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import HIGHLIGHT, KEPT
 
-WORDS, NEW_TOKENS = 4, 16  # first words whose probabilities are drawn; the longest answer
+WORDS, NEW_TOKENS = 4, 16  # the number of first words that are drawn; the longest answer
 ALL, NONE = "all features", "no features"
 
 
@@ -34,7 +34,7 @@ class Asked:
 
 
 class DeepstackExplorer(Explorer):
-    """A model of Qwen3-VL's family that answers with any of its DeepStack features set to zero.
+    """The explorer of a Qwen3-VL model that answers with any of its DeepStack features set to zero.
 
     Items are the tokens of the image or video, in reading order.
     """
@@ -90,7 +90,7 @@ class DeepstackExplorer(Explorer):
         return text, logits[0, -1].float().softmax(-1).cpu()
 
     def _shown(self, asked: Asked, likely: Tensor) -> dict[str, Any]:
-        """What all states of a question draw from. norms (1 + k, M): of a token's embedding, and of its features."""
+        """Return the data shared by a question's states. norms (1 + k, M): of each token's embedding and features."""
         encoder: Any = self.model.encoder
         main, deeper = encoder.split(asked.trace.embeds[0])
         tokenizer = self.model.processor.tokenizer
@@ -122,7 +122,7 @@ class DeepstackExplorer(Explorer):
 
 
 def ask(model: VLM, prompt: str, medium) -> Asked:
-    """Trace an answer. medium: an image or a video, as in `is_video`."""
+    """Trace the answer to `prompt` about `medium`, an image or a video as in `is_video`."""
     shows_video = is_video(medium)
     given: dict[str, Any] = {"videos": [medium]} if shows_video else {"images": [medium]}
     trace = model.trace(prompt, **given)

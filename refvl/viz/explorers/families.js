@@ -3,7 +3,7 @@ import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, SAMPLE = 40, NAME = 146;
-  const thick = i => 1.5 + 1.25 * (names.length - 1 - i);  // the later a line is drawn, the finer
+  const thick = i => 1.5 + 1.25 * (names.length - 1 - i);  // lines drawn later are thinner
   const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 54 : view.big ? 44 : 36);
   const W = () => (narrow() ? Math.min(340, wide()) : view.big ? (wide() - 3 * GAP) / 4 - 1 : (wide() - GAP) / 2 - 1);
   const { families, measures, curves, device, clip } = view.shared;
@@ -20,7 +20,7 @@ export default explorer(view => {
     }
     pen.fill();
   }
-  const DASHES = [[], [12, 4], [3, 3], [9, 3, 2, 3], []];  // where lines coincide, the gaps of the finer one show the other
+  const DASHES = [[], [12, 4], [3, 3], [9, 3, 2, 3], []];  // if lines coincide, one shows through the gaps of the other
   const here = () => view.row.families;
   const three = n => (n < 999.5 ? n.toPrecision(3) : Math.round(n).toLocaleString("en"));
   const units = { bytes: n => (n < 2 ** 30 ? `${three(n / 2 ** 20)} MiB` : `${three(n / 2 ** 30)} GiB`),

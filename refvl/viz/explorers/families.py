@@ -20,8 +20,8 @@ class FamiliesExplorer(Explorer):
     terms = "A family is a series of models with the same kind of image encoder, such as Qwen2.5-VL or MiniCPM-V."
     action = "Drag across a chart to make the image larger: the cost stops growing in some families, but not in others."
     takeaway = (
-        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, MiniCPM-V "
-        "into only 640."
+        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, and "
+        "MiniCPM-V into only 640."
     )
 
     def __init__(self, counted: Mapping):

@@ -1,4 +1,4 @@
-// The recording, a line per part of the tower; the buffers of an operation; the effect of a stale one on tokens.
+// The recording, one line per part of the tower; the buffers of an operation; the effect of a stale buffer on tokens.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -31,9 +31,9 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "The operations of the image encoder, from left to right. A green mark: it reads a buffer. Every result is correct"
-      : `The operations of the image encoder, from left to right. Gray: a correct result, because nothing stale has reached it. Orange: an incorrect one; the taller, the larger the error. ` +
-        `Marks below: it reads ${buffers[stale()].name} (orange) or another buffer (green). The first error is in operation ${wrong()}`,
+      ? "The operations of the image encoder, from left to right. A green mark: the operation reads a buffer. Every result is correct"
+      : `The operations of the image encoder, from left to right. Gray: a correct result, because no stale data has reached it. Orange: an incorrect result; the taller, the larger the error. ` +
+        `Marks below: the operation reads ${buffers[stale()].name} (orange) or a different buffer (green). The first error is in operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
       const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());
@@ -69,7 +69,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "the static buffers; lit: read by the operation",
+    name: () => "the static buffers; filled: read by the framed operation",
     caption: () => "The buffers of the graph, with their sizes. Filled: read by the framed operation. Dashed: not refilled",
     size: () => [BUFFERS(), buffers.length * CHIP()],
     draw(pen) {
@@ -94,8 +94,8 @@ export default explorer(view => {
     size: () => [SIDE(), (SIDE() * photos[which].height) / photos[which].width],
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
-  picture(() => "the image before: a stale buffer still contains its data", "before");
-  picture(() => "the image now: how far each token's result is from the correct one; 100 %: no better than zeros", "image", (pen, width, height) => {
+  picture(() => "the previous image: a stale buffer still contains its data", "before");
+  picture(() => "the current image: the relative error of each token's result; 100 %: no better than zeros", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {
@@ -119,7 +119,7 @@ export default explorer(view => {
       pen.font = "bold 28px sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "13px sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `wrong: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
+      pen.fillText(changed ? `incorrect: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
       pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 64);
       pen.fillStyle = view.colors.empty; pen.fillRect(0, 84, width, 12);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
@@ -129,7 +129,7 @@ export default explorer(view => {
 
   view.readout(() => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
-    const error = view.row.operations[i] ? "its result is wrong" : "its result is correct";
+    const error = view.row.operations[i] ? "its result is incorrect" : "its result is correct";
     return `operation ${i}, in ${label(groups[lineOf(i)].name, lineOf(i))}, reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
   }, () => `Operation ${view.item} of ${kinds.length}, counted from 0: ${kinds[view.item]}; its result has the shape ${shapes[view.item]}`);
   return { count: () => kinds.length };

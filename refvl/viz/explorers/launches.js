@@ -11,7 +11,7 @@ export default explorer(view => {
   const scale = () => (W() - LEFT - RIGHT) / Math.max(end("eager"), end("replay"));
   const titles = () => [
     `host, eager: ${count()} launches`,
-    `device, eager: done after ${us(end("eager"))}, idle for ${Math.round(100 * view.row.idle)} % of it`,
+    `device, eager: done after ${us(end("eager"))}, idle for ${Math.round(100 * view.row.idle)} % of that time`,
     `device, replay: one launch, done after ${us(end("replay"))}`,
   ];
   const operation_at = (px, py) => {
@@ -53,10 +53,10 @@ export default explorer(view => {
   view.readout(() => {
     const [launched, eager] = LANES.map(name => times(name, view.item));
     const waited = eager[0] - launched[1];
-    return `operation ${view.item + 1} starts ${waited > 0.01 ? `${us(waited)} after its launch, because the device is busy` : "as soon as it is launched"}`;
+    return `operation ${view.item + 1} starts ${waited > 0.01 ? `${us(waited)} after its launch, because the device is still busy` : "as soon as it is launched"}`;
   }, () => {
     const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
-    return `launched by ${us(launched[1])}; eagerly it starts at ${us(eager[0])}, in a replay at ${us(replayed[0])}`;
+    return `launched by ${us(launched[1])}; in an eager run, it starts at ${us(eager[0])}, in a replay at ${us(replayed[0])}`;
   });
   return { count };
 });

@@ -1,4 +1,4 @@
-"""Launches: when the host launches each operation, and when the device runs it, eagerly and in a replay."""
+"""Launches: when the host launches each operation, and when the device runs it, in an eager run and in a replay."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,7 +14,7 @@ COUNT = 12  # operations
 
 
 class LaunchesExplorer(Explorer):
-    """Item i is operation i. Its times are computed, not measured; a replay is one launch."""
+    """The explorer of launches. Item i is operation i. Times are computed, not measured; a replay is one launch."""
 
     _esm = module("launches")
     title = "Host and device"
@@ -38,7 +38,7 @@ class LaunchesExplorer(Explorer):
         super().__init__(controls, rows, start=(4, 3))
 
     def _row(self, launch: float, operation: float) -> dict:
-        """Return starts and ends (operations, 2) in µs, of launches and on the device, and how much of it is idle."""
+        """Return the (operations, 2) starts and ends of launches and operations, in µs, and the device's idle share."""
         durations = [operation] * COUNT
         eager = np.array(launch_timeline(durations, launch), dtype=float)
         return {
@@ -59,6 +59,6 @@ class LaunchesExplorer(Explorer):
         (launch, operation), row = self.states[self.index], self.row(self.index)
         ends = row["eager"][-1, 1], row["replay"][-1, 1]
         return (
-            f"At {launch:g} µs per launch, {COUNT} operations of {operation:g} µs take {ends[0]:g} µs eagerly, with "
-            f"the device idle for {row['idle']:.0%} of that, and {ends[1]:g} µs in a replay."
+            f"At {launch:g} µs per launch, {COUNT} operations of {operation:g} µs take {ends[0]:g} µs in an eager "
+            f"run, with the device idle for {row['idle']:.0%} of that time, and {ends[1]:g} µs in a replay."
         )

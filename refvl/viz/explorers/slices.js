@@ -125,7 +125,7 @@ export default explorer(view => {
   const strip = () => (BAR() - (narrow() ? 4 : 240)) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
   view.column("What each cut costs");
   view.canvas({
-    name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
+    name: () => `prompt lengths: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens} tokens`,
     caption: () => "The photo in both prompts, on one scale. 0: the overview. Orange: a newline token. Special: tokens that mark crops",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
@@ -166,7 +166,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each makes one token of every slice; choose one. Right: the model's answer`,
+    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each turns every slice into one token; choose one. Right: the model's answer`,
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),

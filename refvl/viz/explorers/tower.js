@@ -1,4 +1,4 @@
-// A patch's pixels, the patches whose states are like its own after every block, and the token that it becomes part of.
+// A patch's pixels, the patches with similar states after every block, and the token that it becomes part of.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -30,7 +30,7 @@ export default explorer(view => {
     pen.strokeStyle = "#fff"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
     pen.strokeStyle = "#000"; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
-  function dim(pen, x, y, side, share) {  // what has the largest share stays as it is
+  function dim(pen, x, y, side, share) {  // the cell with the largest share is not faded
     view.fade(pen, x, y, side, side, 0.88 * (1 - share));
   }
   function lines(pen, wide, every, thickness) {
@@ -39,7 +39,7 @@ export default explorer(view => {
     for (let y = every; y < grid()[0] * wide * unit() - 1; y += every) { pen.moveTo(0, y); pen.lineTo(grid()[1] * wide * unit(), y); }
     pen.stroke();
   }
-  // the image, as bright as each patch's state after stage s is like that of the chosen patch; windows apart
+  // the image, faded by how little each state after stage s resembles that of the chosen patch; windows apart
   function map(pen, s, left, top, wide, key) {
     const c = wide * unit(), alike = at_stage(shown().alike, s), segments = at_stage(shown().segments, s);
     pen.drawImage(shown().photo, left, top, wide * unit() * grid()[1], wide * unit() * grid()[0]);
@@ -87,7 +87,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `3. After ${view.option("stage")}: the less a patch is faded, the more its state is like the chosen one's`,
+    name: () => `3. After ${view.option("stage")}: the less a patch is faded, the more similar its state is to the chosen one's`,
     size, at, step,
     draw(pen) { map(pen, stage(), 0, 0, W(), "large"); },
   });

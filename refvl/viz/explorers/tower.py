@@ -20,10 +20,10 @@ COMMON = 0.98  # share of values within the colour range; others are clipped
 
 
 class TowerExplorer(WatchedExplorer):
-    """How alike the states of an image's patches are, after each block, and the token that a patch becomes part of.
+    """The explorer of the states of patches: how similar they are after each block, and the token they become.
 
-    Two states are as alike as the cosine between them, after the mean state of the image is subtracted. Items are
-    patches, numbered as the rows of the tower's input.
+    The similarity of two states is their cosine, after the mean state of the image is subtracted. Items are patches,
+    numbered like the rows of the tower's input.
     """
 
     _esm = module("tower")
@@ -57,7 +57,7 @@ class TowerExplorer(WatchedExplorer):
 
     @property
     def first_patch(self) -> int:
-        """The patch that gains most on the others of its token, of the token with the most attention."""
+        """The patch with the largest gain (see `gained`) in the token with the most attention."""
         first, merged, shown = self.first.looked_at_most, self.first.merge**2, self.shared["pictures"][0]
         return first + int(gained(shown["near"], shown["far"])[first : first + merged].argmax())
 
@@ -96,7 +96,8 @@ class TowerExplorer(WatchedExplorer):
         plot_states(np.asarray(w.picture), title=w.prompt, ax=left)
         alike, segments = w.on_grid(torch.from_numpy(row["alike"][patch])), w.on_grid(row["segments"])
         gray = alike.to(torch.uint8)[..., None].expand(-1, -1, 3).numpy()
-        plot_states(gray, segments_HW=segments, patch=place, title=f"alike after {self.options['stage']}", ax=middle)
+        title = f"similarity after {self.options['stage']}"
+        plot_states(gray, segments_HW=segments, patch=place, title=title, ax=middle)
         names = self.controls[1]["options"]
         near = self.shared["pictures"][row["picture"]]["near"]
         far = self.shared["pictures"][row["picture"]]["far"]
@@ -110,9 +111,8 @@ class TowerExplorer(WatchedExplorer):
     def describe(self) -> str:
         w, row, patch = self.watched[self.options["picture"]], self.row(self.index), max(self.selected, 0)
         return (
-            f'The {len(row["near"])} patches of the image asked "{w.prompt}" (answer: {w.trace.text}), after '
-            f"{self.options['stage']}: the cosine between patch {patch} and the rest of its token is "
-            f"{float(row['near'][patch]):.2f}."
+            f'Asked "{w.prompt}", the model answers "{w.trace.text}". After {self.options["stage"]}, the mean cosine '
+            f"between patch {patch} of {len(row['near'])} and the rest of its token is {float(row['near'][patch]):.2f}."
         )
 
 
@@ -143,7 +143,7 @@ def mean_of_the_rest(alike: Tensor, block: int) -> Tensor:
 
 
 def gained(near: Tensor, far: Tensor) -> Tensor:
-    """(N,): how much more the tower raises a patch's likeness to its merge block than that to all others."""
+    """Return how much more the tower raises a patch's similarity to its merge block than to all others, (N,)."""
     return (near[-1] - far[-1]) - (near[0] - far[0])
 
 

@@ -87,7 +87,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
-    caption: () => "A new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
+    caption: () => "The new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;

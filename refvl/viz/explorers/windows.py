@@ -1,4 +1,4 @@
-"""Patches and windows: the rows of an image, the windows they attend in, the permutation, and their angles."""
+"""Patches and windows: the patches of an image, their windows, the permutation, and their rotary angles."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,14 +13,14 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
-WHOLE = 2**20  # px: one window, whatever the image
+WHOLE = 2**20  # px; large enough to hold any image in one window
 RESIZING = (
     "Patches and tokens", "How many tokens does an image cost?",
     "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
     "Give the image more tokens. Then choose a patch.",
     "The budget determines the size of the image, and the size determines the number of tokens.",
 )  # fmt: skip
-HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
+HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, and columns rotate 20
 
 
 class WindowsExplorer(Explorer):
@@ -87,10 +87,10 @@ class WindowsExplorer(Explorer):
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
         (h, w), windows = row["grid"], len(row["cu_window_seqlens"]) - 1
-        cut = f"An image cut into {h} x {w} patches and {len(row['window_index'])} merged tokens"
+        cut = f"The image becomes {h} x {w} patches and {len(row['window_index'])} merged tokens"
         if not self.windowed:
             return f"{cut}, within a budget of {options['budget']} tokens."
-        return f"{cut}, which attend in {windows} window{'s' * (windows > 1)} of at most {options['window']} px."
+        return f"{cut}; attention runs in {windows} window{'s' * (windows > 1)} of at most {options['window']} px."
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
@@ -122,7 +122,7 @@ def _inside(row: dict, share: float) -> int:
 
 
 def _middle(states) -> tuple:
-    """Return the first image, about a quarter of the largest budget, windows as in the released models."""
+    """Return the initial state: the first image, a quarter of the largest budget, and the released window size."""
     first, largest = next(iter(states))[0], max(budget for _, budget, *_ in states)
 
     def distance(state: tuple) -> list[int]:
