@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import typer
+from PIL import Image
 from torch import Tensor
 
 import refvl
@@ -33,7 +34,7 @@ from refvl.study.report import Trace
 from refvl.viz import plot_ablations
 from refvl.viz.style import png_of
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "minicpmv4_7", "step3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_table", "minicpmv", "minicpmv4_7", "step3")
 CHANCE = {
     "color": 1 / len(scenes.COLORS), "shape": 1 / len(scenes.SHAPES), "place": 1 / len(scenes.PLACES),
     "motion": 1 / len(scenes.DIRECTIONS), "change": 1 / scenes.STEPS,
@@ -208,6 +209,17 @@ def moved_on_canvas(asked: Asked) -> str:
     return scenes.PLACES[CANVAS[scenes.PLACES.index(asked.answer)]]
 
 
+def resized(width: int, height: int) -> Callable[[Asked], dict]:
+    """Return a function from a question about an image to arguments that show the image at this size in px."""
+
+    def arguments(asked: Asked) -> dict:
+        [image] = asked.arguments["images"]
+        shown = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+        return asked.arguments | {"images": [shown]}
+
+    return arguments
+
+
 def rolled_seconds(asked: Asked) -> dict:
     """Return arguments with the same frames, in which each step has the timestamp of the next."""
     scene = replace(asked.scene, seconds=(*asked.scene.seconds[1:], asked.scene.seconds[0]))
@@ -226,7 +238,7 @@ M_ROPE = (
     Ablation("height and width exchanged", "M-RoPE", in_spans(exchanged), told=mirrored, kinds=("place",)),
     Ablation("one position for all", "M-RoPE", in_spans(at_one)),
     Ablation(
-        "times run backwards", "M-RoPE", in_spans(reversed_times), kinds=("motion", "change"),
+        "time positions reversed", "M-RoPE", in_spans(reversed_times), kinds=("motion", "change"),
         told=opposite,
     ),
 )  # fmt: skip
@@ -240,8 +252,12 @@ TABLE = (
 IMAGES = ("color", "shape", "place")  # questions about them
 SECONDS = (
     Ablation(
-        "seconds of the next step", "seconds", arguments=rolled_seconds, told=rolled_answer, kinds=("change",)
+        "timestamps of the next step", "seconds", arguments=rolled_seconds, told=rolled_answer, kinds=("change",)
     ),
+)  # fmt: skip
+SIZES = tuple(
+    Ablation(f"own size ({width} x {height} px)", "size", arguments=resized(width, height), kinds=IMAGES)
+    for width, height in ((56, 56), (112, 112), (168, 168), (84, 168), (168, 84))
 )  # fmt: skip
 WINDOWS = (
     Ablation("full attention for windows", "windows", whole_plans(full_attention)),
@@ -250,12 +266,13 @@ WINDOWS = (
 ABLATIONS: dict[str, tuple[Ablation, ...]] = {
     "qwen2_5_vl": (*ROTARY, *WINDOWS, *M_ROPE),
     "qwen3_vl": (*ROTARY, *TABLE, Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS),
-    "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS),
+    "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
+    "glm4v_table": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
     "minicpmv": (
         *TABLE,
         Ablation("keys without places", "resampler", of_resampler(positions=lambda p: torch.zeros_like(p.positions))),
         Ablation(
-            "times run backwards", "temporal ids", of_resampler(times=times_exchanged), told=opposite, kinds=("motion",)
+            "timestamps reversed", "temporal ids", of_resampler(times=times_exchanged), told=opposite, kinds=("motion",)
         ),
         Ablation(
             "slices exchanged", "slices", token_blocks(lambda b: [b[0], *(b[1 + i] for i in SLICES)]),

@@ -154,7 +154,7 @@ def curves() -> list[Curve]:
         Curve("attention in windows", "patches", SIDES, partial(attention_on, windows=True)),
         Curve("attention over full frames", "patches", SIDES[:-1], partial(attention_on, windows=False), 2),
         Curve("tower, windows only", "patches", SIDES, tower),
-        Curve("tower, by frames of a clip", "frames", FRAMES, lambda n: (n, *tower_on([clip(n)], CONFIG))),
+        Curve("tower, by frames of a video", "frames", FRAMES, lambda n: (n, *tower_on([clip(n)], CONFIG))),
         Curve("EVS mask", "frames", FRAMES, evs_on),
         Curve("tower, by items of a batch", "items", ITEMS, lambda n: (n, *tower_on([(1, 6, 6)] * n, CONFIG))),
         Curve("packing into graphs", "items", ITEMS, packing_on),

@@ -79,9 +79,9 @@ PROMPTS = (64, 512, 2048)  # tokens
 PICTURES = ((224, 224), (448, 448), (1024, 1024), (2048, 1536), (4000, 3000))  # width x height
 SCENE = DATA / "pictures" / "scene.png"
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "a picture": {"prompt": "What color is the circle?", "images": [SCENE]},
+    "a drawn scene": {"prompt": "What color is the circle?", "images": [SCENE]},
     "a photograph": {"prompt": "What is in the picture?", "images": [DATA / "pictures" / "coffee.jpg"]},
-    "a clip": {"prompt": "Which way does the circle move?", "videos": [DATA / "clips" / "scene.mp4"]},
+    "a video": {"prompt": "Which way does the circle move?", "videos": [DATA / "clips" / "scene.mp4"]},
 }
 STARTS = {  # each one includes the work of the previous one
     "import torch": "import torch",

@@ -30,7 +30,6 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from urllib.parse import quote
 
 import numpy as np
@@ -464,15 +463,22 @@ def check_mrope_positions(function: Callable) -> str:
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
 
+def rotate_by(axes: Tensor) -> Callable:
+    """Return a forward hook of a rotary module, which rotates pair i by the positions of axis `axes[i]`."""
+
+    def hook(module: torch.nn.Module, arguments: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        angles = arguments[1][axes].float() * module.inv_freq[:, None, None]  # (pairs, B, L)
+        angles = angles.permute(1, 2, 0).repeat(1, 1, 2)
+        return angles.cos().to(output[0].dtype), angles.sin().to(output[0].dtype)
+
+    return hook
+
+
 def _ask_mrope_axes(function: Callable) -> list[Said]:
     model, requests = _tiny("qwen3_vl"), requests_for("place", 4, split="demo")
     axes = function(model.language_model.config.rope_parameters["mrope_section"])
     runs = [model.trace(**request.arguments, max_new_tokens=1) for request in requests]
-
-    def assigned(freq: Tensor) -> Tensor:  # (3, B, L, pairs) -> (B, L, 2 * pairs)
-        return freq[axes, :, :, torch.arange(len(axes))].permute(1, 2, 0).repeat(1, 1, 2)
-
-    with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", assigned):
+    with model.language_model.model.rotary_emb.register_forward_hook(rotate_by(axes)):
         said = model.answers(runs, max_new_tokens=16)
     return _paired(requests, said)
 
@@ -1161,16 +1167,18 @@ def circles(first: int, count: int) -> tuple[list[np.ndarray], list[str]]:
 
 def serve(
     images: Sequence[np.ndarray],
-    shown: Iterable[tuple[refvl.VLM, list[int]]],
+    requests: Iterable[tuple[refvl.VLM, list[int]]],
     keys_of: Callable[[refvl.VLM, list], list],
-    keep: Callable[[Tensor], Tensor] = torch.clone,
+    *,
+    view: bool = False,
 ) -> list[str]:
-    """Ask for the circle's colour, once for each model and indices of images in `shown`, with a dict as the cache.
+    """Ask for the circle's colour, once for each model and indices of images in `requests`, with a dict as the cache.
 
-    keys_of: the model and the request's patches -> a key for each image. keep: new embeddings -> what is cached.
+    keys_of: the model and the request's patches -> a key for each image. view: the tower writes all embeddings into one
+    buffer, and the cache stores views of it.
     """
     kept, answers = dict[Any, Tensor](), list[str]()
-    for model, indices in shown:
+    for model, indices in requests:
         arguments = {"prompt": "What color is the circle?", "images": [images[i] for i in indices]}
         patches = model.trace(**arguments, max_new_tokens=1).patches
         keys = keys_of(model, patches)
@@ -1178,7 +1186,8 @@ def serve(
         def look_up(made: list[Tensor], keys: list = keys) -> list[Tensor]:
             for key, embeds in zip(keys, made, strict=True):
                 if key not in kept:
-                    kept[key] = keep(embeds)
+                    memory = next(iter(kept.values())) if view and kept else torch.empty_like(embeds)
+                    kept[key] = memory.copy_(embeds)
             return [kept[key] for key in keys]
 
         answers.append(model.trace(**arguments, max_new_tokens=8, replace={"embeds": look_up}).text)

@@ -4,8 +4,8 @@
     model = refvl.load("data/checkpoints/tiny-qwen2_5_vl")
     print(model.chat("What color is the circle?", images=["data/pictures/scene.png"]))
 
-`load` returns a `VLM`, whose `trace` returns a `Trace`. Start reading at `refvl/pipeline.py`. The other folders are the
-stages from an image to text, and are imported on first use: `refvl.positions`, `refvl.graphs`, ...
+`load` returns a `VLM`, whose `trace` method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an
+image to text are in folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib

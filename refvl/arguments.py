@@ -1,4 +1,4 @@
-"""Checks of arguments that callers write by hand: grids, sizes, ids, masks, times and names, as Python numbers."""
+"""Checks for arguments that callers write by hand: grids, sizes, ids, masks, times and names."""
 
 import difflib
 import math
@@ -19,9 +19,9 @@ from refvl.checks import (
     is_integer,
 )
 
-MAX_FRAMES = 2**24  # of a video: three days at 60 frames per second
-MAX_SECONDS = 10**6  # at most eleven days between two grid steps
-MAX_PLAN_BYTES = 2**30  # the limit for the vectors of one plan (one vector per patch)
+MAX_FRAMES = 2**24  # the maximum number of frames in a video: three days at 60 frames per second
+MAX_SECONDS = 10**6  # the maximum time between two grid steps: more than eleven days
+MAX_PLAN_BYTES = 2**30  # the maximum size of the vectors in one plan, one vector per patch
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
@@ -29,7 +29,7 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", s
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
     Raises TypeError for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
-    `spatial_merge_size`, because a merged token needs its whole block of patches.
+    `spatial_merge_size`, because a merged token needs a whole merge block of patches.
     size: the number of bytes that a plan stores for each patch (see `check_room`).
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
@@ -48,7 +48,7 @@ def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
 
 
 def as_size(size, name: str) -> tuple[int, int]:
-    """Return `size` as (h, w), two Python ints of at least 1, because a slice has patches."""
+    """Return the `size` of a slice as (h, w): two Python ints, each at least 1."""
     h, w = as_integers(size, "(h, w)", name)
     return h, w
 
@@ -56,7 +56,7 @@ def as_size(size, name: str) -> tuple[int, int]:
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
     """Return `values`, a sequence of rows or an array (items, n), as tuples of Python ints (see `as_integers`).
 
-    items: the noun for the rows in error messages.
+    items: the word for the rows in error messages.
     """
     if isinstance(values, Tensor) or hasattr(values, "__array__"):
         values = check_values(check_integers(torch.as_tensor(values), name), name)
@@ -67,30 +67,30 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
         raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
     rows = [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
     if (patches := sum(map(math.prod, rows))) > MAX_PATCHES:
-        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {patches:,} in {items}")
+        raise ValueError(f"{name}: expected at most {MAX_PATCHES:,} patches in one plan, got {patches:,} in {items}")
     return rows
 
 
 def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
-    """Return `extents` if one vector of `size` bytes per position takes less than `MAX_PLAN_BYTES` in total.
+    """Return `extents` if vectors of `size` bytes, one per position, take less than `MAX_PLAN_BYTES` in total.
 
     Raises ValueError naming `name`.
     """
     if (needed := math.prod(extents) * size) >= MAX_PLAN_BYTES:
-        vectors = f"vectors for {math.prod(extents):,} patches take {needed // 2**30:,} GiB"
-        raise ValueError(f"{name}: {vectors}; less than {MAX_PLAN_BYTES / 2**30:.0f} GiB are planned at once")
+        vectors = f"expected less than {MAX_PLAN_BYTES / 2**30:.0f} GiB of vectors in one plan"
+        raise ValueError(f"{name}: {vectors}, got {needed // 2**30:,} GiB for {math.prod(extents):,} patches")
     return extents
 
 
 def check_plan(encoder: Any, layouts: list) -> list:
-    """Return the layouts of a batch; raise ValueError if it has more patches than one plan may contain.
+    """Return the layouts of a batch; raise ValueError if the batch has more patches than one plan may contain.
 
-    If `config` is None, the encoder is part of a larger encoder, which has already checked the sizes.
+    An encoder whose `config` is None is part of a larger encoder, which has already checked the sizes.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)
         if patches > MAX_PATCHES:
-            raise ValueError(f"layouts: at most {MAX_PATCHES:,} patches are planned at once, got {patches:,}")
+            raise ValueError(f"layouts: expected at most {MAX_PATCHES:,} patches in one plan, got {patches:,}")
         check_room([patches], encoder.config.hidden_size * encoder.dtype.itemsize, "layouts")
     return layouts
 
@@ -107,7 +107,7 @@ def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PAT
     if min(integers) < least:
         raise ValueError(f"{name}: every extent must be at least {least}, got {integers}")
     if math.prod(integers) > most:
-        raise ValueError(f"{name}: at most {most:,} patches are planned at once, got {integers}")
+        raise ValueError(f"{name}: expected at most {most:,} patches in one plan, got {integers}")
     return integers
 
 
@@ -122,9 +122,9 @@ def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     """Return the (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on the left.
 
-    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises a TypeError or ValueError that names the
-    argument and the prompt. The causes are empty prompts, mask values other than 0 and 1, padding that is not on the
-    left, and ids outside the vocabulary.
+    attention_mask: a (B, L) tensor of zeros and ones, or None if there is no padding. Raises a TypeError or ValueError
+    that names the argument and the prompt. The causes are empty prompts, mask values other than 0 and 1, padding that
+    is not on the left, and ids outside the vocabulary.
     """
     ids = check_token_ids(input_ids).cpu()
     if not ids.numel():
@@ -139,7 +139,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
         if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
             raise ValueError(f"attention_mask[{i}]: expected all padding on the left, and a prompt without gaps")
         if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
-            raise ValueError(f"input_ids[{i}]: token {outside[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
+            raise ValueError(f"input_ids[{i}]: expected token ids from 0 to {vocab_size - 1}, got {outside[0]}")
     return mask.bool()
 
 
@@ -161,7 +161,7 @@ def as_sequence(values, name: str) -> Sequence:
 
 
 def check_count(value, name: str, most: int = MAX_PATCHES) -> int:
-    """Return a count, an integer from 1 to `most`; raise TypeError or ValueError naming `name`."""
+    """Return `value` if it is a count from 1 to `most`; raise TypeError or ValueError naming `name`."""
     if (count := check_positive_int(value, name)) > most:
         raise ValueError(f"{name}: must be at most {most:,}, got {count:,}")
     return count
@@ -175,13 +175,13 @@ def check_mask(keep_L, positions_3L) -> None:
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
-    """Return one positive float for each of `count` videos; values: a sequence or a tensor (videos,)."""
+    """Return one positive float for each of `count` videos. values: a sequence, or a tensor (videos,)."""
     values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
     values = [value.item() if isinstance(value, Tensor) else value for value in values]
     for i, value in enumerate(values):
-        if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
+        if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # this also rejects nan
             raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
     return [float(value) for value in values]
 

@@ -1,14 +1,14 @@
 """Variable-length attention with a choice of explicit backends.
 
 The encoder concatenates all segments (windows, or whole frames) into one sequence; `cu_seqlens` marks the start of
-each. Tokens attend only within their own segment. In self-attention, queries and keys have the same segments; the
+each. Tokens attend only within their own segment. In self-attention, queries and keys share their segments; the
 resampler's cross-attention uses the same backends. Only `masked` builds a mask:
 
 - `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
-- `flash`:  flash-attn 2 as a package, if it is installed and requested (same devices and dtypes)
-- `cudnn`:  cuDNN, if torch offers it for variable lengths (from 2.14 on, Hopper and Blackwell); only on request
-- `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
-- `masked`: every device and dtype: for captured graphs if varlen cannot run; see `refvl.masked_attention`
+- `flash`:  the separate flash-attn 2 package, if it is installed and requested (same devices and dtypes)
+- `cudnn`:  cuDNN's variable-length attention (torch 2.14 or later, Hopper and Blackwell); only on request
+- `sdpa`:   every device and dtype; segments of equal length form one batch, with one SDPA call per distinct length
+- `masked`: every device and dtype; used in captured graphs if varlen cannot run (see `refvl.masked_attention`)
 
 Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K head dimension. A group has
 G segments with S queries and T keys each.
@@ -39,8 +39,8 @@ def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[s
     """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` are always included.
 
     The flash kernels behind `varlen` and `flash` need Ampere or later (they do not run on a T4 or V100). They accept
-    head dimensions up to 256 that are multiples of 8; `cudnn` accepts them up to 128. `cudnn` comes last, so "auto"
-    never chooses it.
+    head dimensions up to 256 that are multiples of 8; `cudnn` accepts head dimensions up to 128. It comes last in the
+    list, so "auto" never chooses it.
     """
     fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
     kernels = [name for name, where in KERNELS.items() if fits and _find(*where)]
@@ -55,7 +55,7 @@ def is_ampere(device) -> bool:
 
 
 def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
-    """Resolve "auto" to the best backend for the device, dtype and head dimension; check an explicit request.
+    """Resolve "auto" to the best backend for the device, dtype and head dimension, or check an explicit request.
 
     Raises ValueError if the requested backend is unknown or cannot run there.
     """
@@ -135,9 +135,9 @@ def varlen_attention(
     """Compute non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
 
     q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0. max_seqlen: the length
-    of the longest segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed here).
-    Returns (N, H, K), with zeros in rows after the last segment. Raises ValueError for an unknown backend or if the
-    shapes differ. Upstream: `MMEncoderAttention`.
+    of the longest segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed in this
+    call). Returns (N, H, K), with zeros in rows after the last segment. Raises ValueError for an unknown backend or if
+    the shapes differ. Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
     check_shape(k_NHK, q_NHK.shape, "k_NHK")
@@ -150,7 +150,7 @@ def varlen_attention(
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     """Zero the rows after the last segment, because the kernels do not write them.
 
-    An encoder skips this step: nothing reads these rows, and the step would add four kernels to every layer.
+    Encoders skip this step, because nothing reads these rows and it would add four kernels to every layer.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -159,7 +159,7 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
     """Attend with the given backend; the shapes have been checked. groups: only `sdpa` reads them."""
-    if len(cu_seqlens_q) < 2:  # there are no segments, which the kernels do not accept
+    if len(cu_seqlens_q) < 2:  # the kernels do not accept inputs without segments
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
@@ -200,7 +200,7 @@ KERNELS = {  # backend -> module and name of its function
 
 @functools.cache
 def _find(module: str, function: str) -> Any:
-    """Return the function, or None if it is missing: flash-attn 4 alone installs the package without it."""
+    """Return the function, or None if it is missing (with only flash-attn 4 installed, the package lacks it)."""
     try:
         return getattr(importlib.import_module(module), function, None)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Files and weights of a checkpoint: find the folder, list its shards, stream its tensors. Safetensors only."""
+"""The files and weights of a checkpoint: find its folder, list its shards, stream its tensors (only safetensors)."""
 
 import os
 import re
@@ -19,11 +19,11 @@ from refvl.printing import printable
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # files that transformers and the tokenizer read; their errors do not name the file
+JSON_FILES = (  # transformers and the tokenizer read these files, but their errors do not name the file
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-MOST = {  # keys in config.json -> the largest value that is built; products of a few of these stay below 2**63
+MOST = {  # keys in config.json -> the largest accepted value; products of a few such values stay below 2**63
     "num_hidden_layers num_layers depth layers": 1000,
     "temporal_patch_size spatial_merge_size in_channels in_chans num_channels understand_projector_stride": 64,
     "patch_size num_experts n_routed_experts moe_num_experts": 2**10,
@@ -37,18 +37,19 @@ LISTED = 12  # an error names at most this many weights of each kind
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
-    """Return the local folder of a checkpoint. A hub id (`owner/name`) is downloaded into the hub's cache first.
+    """Return the local folder of a checkpoint; a hub id (`owner/name`) is first downloaded into the hub's cache.
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
-    weights=False downloads only configs and the tokenizer. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
-    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json.
-    Raises ValueError for a revision of a local folder, or for a JSON file that does not contain an object.
+    weights=False downloads only configs and the tokenizer. hub: arguments of `huggingface_hub.snapshot_download`
+    (`revision`, `cache_dir`, `token`, `local_files_only`). Raises FileNotFoundError for a path that does not exist or
+    has no config.json. Raises ValueError if a revision is given for a local folder, or if a JSON file does not contain
+    an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
         folder = shipped / path_or_id
-    if not os.path.exists(folder):  # also False for a path that is too long or contains a zero byte
+    if not os.path.exists(folder):  # also False for a path that is too long or contains a NUL byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             known = f"a hub id has the form owner/name, and {', '.join(names)} are shipped"
             raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} ({known})")
@@ -71,7 +72,7 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
-    except Exception as error:  # the model is offline, gated or misspelt: raise one sentence with the cause attached
+    except Exception as error:  # offline, a gated model or a misspelt id: raise one sentence with the cause
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"{name}: {repo_id!r} is not a local folder, and the hub replied: {reason}") from error
 
@@ -84,7 +85,7 @@ def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError, naming the key, if a size in a config is not a number, or too small or too large to build."""
+    """Raise ValueError, naming the key, if a size in a config is not a number, or is too small or too large."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")
@@ -98,7 +99,7 @@ def check_sizes(values: Mapping, name: str) -> None:
 
 
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, or else the index's shards, as in transformers.
+    """Return the safetensors files of a checkpoint: model.safetensors, or else the index's shards (as in transformers).
 
     pattern: a regular expression; shards that contain no matching weight may be missing. Raises FileNotFoundError if
     there are no files or some are missing, and ValueError if the index is malformed or names a file outside the folder.
@@ -106,7 +107,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder}: no *.safetensors file to read: neither {WEIGHTS} nor one named by {INDEX}")
+        raise FileNotFoundError(f"{folder}: expected {WEIGHTS}, or {INDEX} with its *.safetensors files, found neither")
     files = [folder / file for file in shards_of(folder, pattern)]
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that do not exist: {lacking}")
@@ -127,7 +128,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
         if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     if not weight_map:
-        raise ValueError(f"{folder / INDEX}: 'weight_map' names no *.safetensors file to read")
+        raise ValueError(f"{folder / INDEX}: expected at least one *.safetensors file under 'weight_map', got none")
     return sorted({file for weight, file in weight_map.items() if re.search(pattern, weight)})
 
 
@@ -160,7 +161,7 @@ def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Ite
 
 
 def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
-    """Return shape, dtype and file offsets of every weight whose name matches `pattern`, without reading tensors."""
+    """Return the shape, dtype and file offsets of every weight that matches `pattern`, without reading tensors."""
     headers = dict[str, TensorInfo]()
     for file in weight_files(folder, pattern):
         with open_shard(file):  # this raises an error for a truncated file

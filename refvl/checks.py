@@ -1,4 +1,4 @@
-"""Clear errors at the public border: they name the argument, the value passed, and the allowed values."""
+"""Argument checks for the public API; their errors name the argument, the value passed and the allowed values."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from torch import Tensor
 from refvl.printing import printable
 
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**22  # per media item and per prompt: more than any model accepts; plans stay below 2 GB
+MAX_PATCHES = 2**22  # the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 has no meaning without its scale
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
 
 
 def is_integer(value) -> bool:
@@ -40,7 +40,7 @@ def check_positive_int(value, name: str) -> int:
 
 
 def check_positive_ints(**values) -> list[int]:
-    """Return several values as positive ints; errors name the keyword of the value."""
+    """Return several values as positive ints; an error names the keyword argument."""
     return [check_positive_int(value, name) for name, value in values.items()]
 
 
@@ -57,7 +57,7 @@ def check_number(value, name: str) -> float:
 def check_positive(value, name: str) -> float:
     """Return `value` if it is a finite number above 0; raise TypeError or ValueError naming `name`."""
     number = check_number(value, name)
-    if not 0 < number < math.inf:  # also refuses nan
+    if not 0 < number < math.inf:  # this also rejects nan
         raise ValueError(f"{name}: must be a finite number above 0, got {value}")
     return number
 
@@ -80,8 +80,8 @@ def check_pruning_rate(q, name: str = "q") -> float:
 def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
     """Raise an error unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
 
-    An int must match exactly; in a (counted, int) pair, the int must match, and the word names the unit in the message.
-    A string or None matches any size.
+    An int must match exactly. In a (counted, int) pair, the int must match, and the string names the unit in the
+    message. A string or None matches any size.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -143,7 +143,7 @@ def _holds_integers(tensor: Tensor) -> bool:
 
 
 def read_json(path: Path) -> dict:
-    """Return the object in a JSON file. Raises ValueError, naming the file, if it does not contain one."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, if the file does not contain an object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 also raise ValueError
@@ -155,7 +155,7 @@ def read_json(path: Path) -> dict:
 
 @contextmanager
 def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn any error inside, except those in `passed`, into a ValueError that begins with `what`, such as a file."""
+    """Turn errors in the `with` block into ValueErrors that begin with `what`, such as a file; let `passed` through."""
     try:
         yield
     except passed:

@@ -3,11 +3,11 @@
 No class inherits from these protocols; classes match them by structure.
 
 A *layout* describes the arrangement of the patch rows of one item, and depends only on the item's size. It is (t, h, w)
-in patches for Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, and a `CropLayout` for Step3-VL. It is hashable.
-The processor makes the layout and the encoder plans it. Both count the same tokens: `media_tokens(kind,
+in patches for Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, and a `CropLayout` for Step3-VL. Layouts are
+hashable. The processor makes the layout and the encoder plans it. Both count the same tokens: `media_tokens(kind,
 layout).num_tokens == item_size(layout)[1]`.
 
-Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
+Shape suffixes: N patch rows, C values per row, M output tokens, D the language model's width, L prompt tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ class PlansAndEncodes(Protocol):
     """The interface of every encoder, and of every path of an encoder.
 
     `plan` runs on the CPU and computes everything that depends on sizes. `__call__` copies no value back to the host,
-    so an encoder can be captured.
+    so a graph can capture it.
     """
 
     @property
@@ -72,19 +72,20 @@ class GraphEncoder(PlansAndEncodes, Protocol):
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """Return zeros of shape (patch rows, C) for `max_tokens` output tokens.
 
-        Items with more rows need a larger budget.
+        Items with more rows per token need a larger budget.
         """
 
 
 class Encoder(PlansAndEncodes, Protocol):
     """A module that turns the patch rows of media into embeddings of the language model's width.
 
-    It is an `nn.Module`; each architecture has one class.
+    An encoder is an `nn.Module`; each architecture has its own class.
 
-    It is also a `GraphEncoder`, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
+    An encoder is also a `GraphEncoder`, or has several `paths` that are `GraphEncoder`s. Only MiniCPM-V 2.0's encoder
+    has no graph path.
     """
 
-    config: Any  # has the tower's depth, num_heads and head_dim, and patch_values, the number of values in a patch row
+    config: Any  # contains the tower's depth, num_heads and head_dim, and patch_values, the values per patch row
     is_compiled: bool  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
@@ -105,19 +106,19 @@ class Encoder(PlansAndEncodes, Protocol):
         """The blocks of the tower; each is called with (N, E) and the inputs of its attention, such as `Segments`."""
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """Return the patch row of each input position for each pass through the blocks in a forward; -1 means none."""
+        """Return, for each pass through the blocks, the patch row at each input position in the pass; -1 means none."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that received a value."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in every `nn.Module`."""
+        """Yield (name, parameter) pairs, as in `nn.Module`."""
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """As in every `nn.Module`."""
+        """Yield (name, buffer) pairs, as in `nn.Module`."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As in every `nn.Module`."""
+        """Yield the parameters, as in `nn.Module`."""
 
 
 class Processor(Protocol):
@@ -139,7 +140,7 @@ class Processor(Protocol):
 
     @property
     def tokens_at_once(self) -> int:
-        """The number that divides every token count of the encoder."""
+        """A number that divides every token count of the encoder."""
 
     @property
     def clip_sampling(self) -> str:
@@ -178,7 +179,7 @@ class Processor(Protocol):
         """Return the `media_tokens` that `patchify` would report, without processing pixels."""
 
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """Yield (layout, patch rows) for consecutive parts of an item, each of at most max_tokens tokens, if it can."""
+        """Yield (layout, patch rows) for consecutive parts of an item, at most max_tokens tokens each if possible."""
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """Return the layout that `patchify` gives a decoded item, computed from the item's size alone."""

@@ -1,4 +1,4 @@
-"""cuDNN's attention over segments of any length, which torch offers from 2.14 on; used only on request."""
+"""cuDNN's variable-length attention, available in torch from 2.14 on and used only on request."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ MAX_HEAD_DIM = 128
 
 
 def can_run(device: torch.device | str, head_dim: int) -> bool:
-    """Return whether torch can run cuDNN over segments on `device`, with heads of this size."""
+    """Return whether torch can run cuDNN's variable-length attention on `device` with this head dimension."""
     if torch.__version__ < "2.14" or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
         return False
     return head_dim <= MAX_HEAD_DIM and torch.cuda.get_device_capability(device) >= HOPPER

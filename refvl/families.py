@@ -35,7 +35,7 @@ CAPABILITIES = {  # optional capability of a family -> the argument that request
     "drafts": "prompt_lookup_num_tokens",
     "assistant": "assistant_model",
     "chunks": "prefill_chunk",
-    "chunked_beams": "num_beams",  # num_beams together with prefill_chunk
+    "chunked_beams": "num_beams",  # beam search together with prefill_chunk
     "static_cache": "cache_implementation",
     "attentions": "attentions",
     "pruning": "pruning_rate",
@@ -74,7 +74,7 @@ class Family:
 
 NO_PLACES = {"pruning": "whose tokens have no fixed position in a frame"}
 NO_VIDEOS = {"pruning": "which accepts no videos"}
-MINICPMV = partial(  # all versions share a config class and the names of weights
+MINICPMV = partial(  # all versions share a config class and the weight names
     Family, vision_prefix=r"^(vpm|resampler)\.", text_model=MiniCPMVTextModel, left_out=r"^(apm|tts|audio_\w+)\.",
     cannot=NO_PLACES,
 )  # fmt: skip
@@ -141,15 +141,15 @@ def find_family(config: PretrainedConfig | dict) -> Family:
 def minicpmv_version(values: dict) -> str:
     """Return the version of a MiniCPM-V config.json: the version it names, or else the version that its sizes imply.
 
-    The configs of the first two releases do not name a version: a width of 2304 with 64 slice queries implies 2.0; all
-    others are 2.5.
+    The configs of the first two releases name no version. A width of 2304 with 64 queries per slice implies 2.0; all
+    other configs are those of 2.5.
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
-    """Return a transformers config from a folder, a JSON file, a dict or a config; check its family first.
+    """Return a transformers config from a folder, a JSON file of any name, a dict or a config; check its family first.
 
     Raises ValueError, naming the file, if it does not contain a JSON object.
     """
@@ -209,7 +209,7 @@ def warn_of_left_out(folder: Path, family: Family) -> None:
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
-        warnings.warn(f"{folder}: skipped {len(skipped)} weights of {parts}, because refvl has no audio", stacklevel=2)
+        warnings.warn(f"{folder}: {len(skipped)} weights of {parts} are skipped; refvl ignores audio", stacklevel=2)
 
 
 def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
@@ -237,8 +237,8 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
         encoder = find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
     if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
-        raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights have {stored:,}")
-    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses a backend that cannot run
+        raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights contain {stored:,}")
+    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
     return encoder.to(dtype).to_empty(device=device).eval()
 
 

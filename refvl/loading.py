@@ -73,15 +73,15 @@ def load(
     On device "meta", no memory is needed.
     text: False omits the language model. Then only the vision tower's weights are read or downloaded, and only
     `encode` and `feature_map` can run (`refvl.serving.tower`).
-    graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend on other devices); a dict sets
-    the options of `EncoderGraphManager`.
-    media_cache: the number of tokens whose embeddings are cached, so a cached item is not encoded again, or a
-    `MediaCache` (`refvl.serving.media_cache`).
+    graphs: True captures the encoder in graphs at load time (CUDA graphs, or the trace backend on other devices); a
+    dict sets the options of `EncoderGraphManager`.
+    media_cache: a `MediaCache` (`refvl.serving.media_cache`), or the number of tokens whose embeddings are cached;
+    cached items are not encoded again.
     compile: True generates answers with a cache of fixed size, for which transformers compiles the decode step on CUDA.
         The first answer then takes longer, and later answers take less time. If the tower runs varlen attention, its
-        blocks are compiled now, with a progress bar. On other devices, only the size of the cache is fixed.
+        blocks are compiled at load time, with a progress bar. On other devices, only the size of the cache is fixed.
     max_cache_len: the minimum size of that cache in tokens, for the prompt and the answer. None: the size that the
-    longest call so far needed; each longer call makes transformers compile again.
+    longest previous call needed; each longer call makes transformers compile again.
     adapters: folders or hub ids of LoRA adapters to attach; their effects add up (`refvl.serving.adapters`). If a
     folder contains both an adapter and weights, `adapters` is required; [] ignores the adapter.
     revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
@@ -98,7 +98,7 @@ def load(
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
     stored = weights == "checkpoint"
     if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
-        raise ValueError("max_cache_len: expected compile=True with a text model, whose cache it sizes; got neither")
+        raise ValueError("max_cache_len: expected compile=True and text=True, because it sizes the text model's cache")
     _check_arguments(path_or_id, graphs, model_kwargs, stored, check_flag(text, "text"))
     cache = media_cache if isinstance(media_cache, MediaCache | None) else MediaCache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
@@ -182,7 +182,7 @@ def _check_adapters(adapters: Any, folder: Path | None) -> None:
     """
     if adapters is None:
         if folder and (folder / ADAPTER).is_file():
-            ways = f"attach it by adapters=[{str(folder)!r}] (--adapter), or leave it out by adapters=[]"
+            ways = f"attach it with adapters=[{str(folder)!r}] (--adapter), or ignore it with adapters=[]"
             raise ValueError(f"adapters: {folder} contains an adapter next to its weights ({ADAPTER}); {ways}")
     elif isinstance(adapters, (str, Path)) or not isinstance(adapters, Sequence):
         raise TypeError(f"adapters: expected a list of folders or hub ids, got {type(adapters).__name__} {adapters!r}")
@@ -201,7 +201,7 @@ def _load_models(
 ) -> tuple[Encoder, Any]:  # fmt: skip
     """Load the encoder and the text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # the flag may be next to text_config
+    if (how := getattr(config, "quantization_config", None)) is not None:  # it may be outside text_config
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
@@ -226,7 +226,7 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """Set up a cache of fixed size, and encode an empty image, so torch compiles the blocks."""
+    """Set up a cache of fixed size, and encode an empty image, so that torch compiles the blocks."""
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
         vlm.language_model.generation_config.max_cache_len = max_cache_len
@@ -238,7 +238,7 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
-    """Capture graphs.
+    """Capture the encoder in graphs.
 
     If the checkpoint's largest image is small, as in tiny models, that image determines the smallest budget.
     """

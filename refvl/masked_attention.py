@@ -1,4 +1,4 @@
-"""Attention for captured graphs if no variable-length kernel runs: one mask, and shapes that depend only on sizes."""
+"""Attention for captured graphs if no variable-length kernel can run: one mask, and shapes that follow from sizes."""
 
 import torch
 import torch.nn.functional as F

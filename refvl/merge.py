@@ -19,7 +19,7 @@ class MediaTokens:
     """The tokens of one media item as the language model sees them: their grid, and the scale of its time axis."""
 
     kind: str  # "image" or "video"
-    thw: tuple[int, int, int]  # merged tokens
+    thw: tuple[int, int, int]  # in merged tokens
     t_factor: float = 1.0
 
     @property
@@ -38,7 +38,7 @@ class MediaTokens:
     def keep_mask(self, embeds_MD: Tensor, q: float, pruning: str = "evs") -> Tensor | None:
         """Return the mask of embeddings that a pruner in `PRUNERS` keeps at rate q, (M,) bool, or None if all are kept.
 
-        Images keep all.
+        All tokens of an image are kept.
         """
         return find_pruner(pruning).mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
@@ -47,7 +47,7 @@ class MediaTokens:
 class FramewiseMedia(MediaTokens):
     """A video of GLM or Qwen3-VL: each frame is a separate run, with text between the frames."""
 
-    timestamps: tuple[float, ...] = ()  # in seconds, one per frame; empty if the prompt was not built here
+    timestamps: tuple[float, ...] = ()  # in seconds, one per frame; empty if refvl did not build the prompt
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -76,10 +76,10 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
         for i, item, (t, h, w) in runs:
             offset, length = places[used], t * h * w
             if places[used + length - 1] - offset + 1 != length:
-                raise ValueError(f"input_ids: the {length} placeholders of {kind} {i} are not consecutive")
+                raise ValueError(f"input_ids: expected {length} consecutive placeholders of {kind} {i}, got a gap")
             if spans[i] and places[used - 1] + 1 == offset:
                 lengths = [t * h * w for t, h, w in item.runs]
-                raise ValueError(f"input_ids: the placeholders of {kind} {i} do not form runs of {lengths}")
+                raise ValueError(f"input_ids: expected {kind} {i} in separate runs of {lengths}, got two without a gap")
             spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
             used += length
     if int(input_ids[-1]) in token_ids.values():

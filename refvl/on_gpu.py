@@ -5,8 +5,8 @@
     rotate        the rotary embedding in two kernels
     attend        torch's flash-attn 2, without the random-number state that `varlen_attn` clears in each call
 
-The host takes about 5 us to launch a kernel, even if the kernel computes little. You can skip this file to understand a
-tower; none of it runs on a CPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
+The host takes about 5 us to launch a kernel, even if the kernel computes little. You can understand a tower without
+this file; none of it runs on a CPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def rotary_factors(cos: Tensor, sin: Tensor) -> Tensor:
 def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
     """Rotate like `refvl.positions.rotary.rotate`: products and sums are computed in float32 and rounded once.
 
-    The kernel that sums also rounds. Autograd does not support it, so with gradients, a separate kernel rounds.
+    One kernel both sums and rounds. Autograd does not support that, so with gradients, a separate kernel rounds.
     """
     parts = x_NHK.unflatten(-1, (1, 2, -1)) * factors  # (N, H, 2, 2, K/2)
     first, second = parts.unbind(-2)

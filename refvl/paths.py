@@ -22,7 +22,7 @@ def copy_course(folder: Path) -> Path:
     """
     for name in ("notebooks", "data"):
         if (folder / name).exists():
-            raise FileExistsError(f"folder: {folder / name} already exists; name a folder without it")
+            raise FileExistsError(f"folder: {folder / name} already exists; choose a different folder")
     for name in ("notebooks", "data"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     return folder / "notebooks"

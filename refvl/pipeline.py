@@ -36,14 +36,14 @@ from refvl.trace import Record
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question, checked once when it is built, so later stages can trust it."""
+    """A question, checked once when the request is built, so that later stages can trust it."""
 
     prompt: str | Sequence[dict]  # text, or messages in the transformers chat format
     images: Sequence = ()
     videos: Sequence = ()
     pruning_rate: float = 0.0  # the share of a video's tokens that is dropped, in [0, 1)
     pruning: str = "evs"  # the method, a key of `refvl.positions.PRUNERS`
-    allow_special_tokens: bool = False  # whether special tokens in the prompt are more than plain text
+    allow_special_tokens: bool = False  # whether special tokens in the prompt keep their meaning
 
     def __post_init__(self):
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
@@ -67,7 +67,7 @@ class VLM:
         self.graphs: EncoderGraphManager | None = None  # if set, its graphs run instead of the encoder
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
-        """Answer a question about images and videos with greedy decoding; request: the other fields of `Request`."""
+        """Answer a question about images and videos with greedy decoding; request: further fields of `Request`."""
         trace = self.read(Request(prompt, **request))
         self.answer(trace, max_new_tokens)
         return trace.text
@@ -95,7 +95,7 @@ class VLM:
         return trace
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Set `embeds`, (M, W) per item, and their plans; graphs encode them if there are any.
+        """Encode patch rows: set `embeds`, (M, W) per item, and their plans; graphs run if any were captured.
 
         rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item.
         """
@@ -203,4 +203,4 @@ def check_width(embeds: Sequence[Tensor], width: int) -> None:
     """Raise ValueError if the encoder's rows do not have the `width` that the language model accepts."""
     for rows_MW in embeds:
         if rows_MW.shape[1] != width:
-            raise ValueError(f"encoder: its rows have {rows_MW.shape[1]} values, the language model expects {width}")
+            raise ValueError(f"encoder: expected rows of {width} values for the language model, got {rows_MW.shape[1]}")

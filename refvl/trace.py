@@ -37,7 +37,7 @@ class Record:
     deepstack: Tensor = LATER  # (L, W - D), zeros for text: k layers' features, added to hidden states
     positions: Tensor = LATER  # (3, L)
     delta: int = 0  # the position of decode step k is L + k + delta
-    token_ids: list[int] = field(default_factory=list)  # generated
+    token_ids: list[int] = field(default_factory=list)  # the generated ids
     passes: list[int] = field(default_factory=list)  # the tokens of each forward: 1, plus the accepted drafts
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # seconds per stage, in order

@@ -33,7 +33,7 @@ from tqdm import tqdm
 import refvl
 from data.training import everyday, scenes
 from data.training.run import digest
-from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_names, find_family
+from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
 from data.training.tiny_minicpmv import PACKING
 from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
@@ -458,7 +458,7 @@ def versions() -> dict[str, str]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*family_names(), *UNTRAINED], default=DEFAULT)
+    parser.add_argument("--model", choices=[*family_names(), *VARIANTS], default=DEFAULT)
     parser.add_argument("--checkpoint", type=Path, help="a folder other than the shipped one")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")

@@ -23,21 +23,21 @@ from refvl.positions import MediaSpan, get_mrope_input_positions
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = "qwen2_5_vl"
-UNTRAINED = ("glm4v_table",)  # no weights of this family are shipped
+VARIANTS = ("glm4v_table",)  # families that differ from another one only in their training
 VOCABULARY = 1024  # the tokens before the special ones; 256 of them are bytes
 
 
 def find_family(name: str = DEFAULT) -> "TinyFamily":
     """Return the family in `data/training/tiny_<name>.py`; raise ValueError listing the existing ones."""
-    known = [*family_names(), *UNTRAINED]
+    known = [*family_names(), *VARIANTS]
     if name not in known:
         raise ValueError(f"model: expected one of {known}, got {name!r}")
     return importlib.import_module(f"data.training.tiny_{name}").FAMILY
 
 
 def family_names() -> list[str]:
-    """Return the families of the shipped checkpoints, except for Step3's, which `train_step3.py` trains."""
-    shared = {"family", "model", "step3", *UNTRAINED}
+    """Return the families of the shipped checkpoints, except for the variants, and Step3's (`train_step3.py`)."""
+    shared = {"family", "model", "step3", *VARIANTS}
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 
@@ -75,6 +75,11 @@ class TinyFamily:
     @property
     def folder(self) -> Path:
         return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
+
+    @property
+    def begins_in(self) -> Path:
+        """The folder of the checkpoint with which training begins, if the recipe names one."""
+        return self.folder
 
     @property
     def measurements(self) -> Path:

@@ -13,7 +13,7 @@ answered exactly as if it had been asked alone, at a fraction of the cost.
 Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = P + Q * T, M media tokens, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,14 +54,18 @@ class TinyModel(nn.Module):
                 nn.init.zeros_(parameter)
         self.family.init_weights(self)
 
-    def encode(self, pixels: Tensor, *, table: Sequence[int] | None = None, **shown) -> Tensor:
+    def encode(
+        self, pixels: Tensor, *, table: Sequence[int] | None = None, change: Callable | None = None, **shown
+    ) -> Tensor:
         """Encode (B, frames, H, W, 3) uint8 of one size as (B, M, D), or wider with DeepStack features.
 
-        table: for each patch, the index of its vector in the position table, the same for all items. shown: other
-            arguments of the family's `patchify`.
+        table: for each patch, the index of its vector in the position table, the same for all items. change: a function
+            from the tower's plan to the plan that is used. shown: other arguments of the family's `patchify`.
         """
         rows_NC, layouts = self.family.patchify(pixels, **shown)
         metadata = self.family.plan(self.visual, layouts, self._plans)
+        if change is not None:
+            metadata = change(metadata)
         if table is not None:
             embeds_BNE = metadata.position_embeds.unflatten(0, (len(pixels), -1))
             metadata = replace(metadata, position_embeds=embeds_BNE[:, torch.as_tensor(table)].flatten(0, 1))

@@ -37,13 +37,13 @@ A model reads an input only if nothing else contains the same information:
    of them were. So this family has as many videos as images in a step, and its questions about images are mostly about
    places. With 14 images, 6 videos and five questions, training took a third more time; with 8 and 9, and questions as
    in other families, answers about exchanged slices stayed at 94 %.
-8. **Or the position table is.** GLM's tower can be trained to read places from its table (`tiny_glm4v_table.py`, which
-   is not shipped). In most batches of images the vectors of the tokens are exchanged, and the questions and the first
-   probe, which then asks for the place again, follow the table. M-RoPE does not change. At the start, the table's
-   values are as large as the patches to which it is added.
-9. **Scenes are resized** for the same model: six in ten images and a quarter of the videos, to sides of 56 to 168 px
-   and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, the table is mirrored
-   or transposed.
+8. **Or the position table is.** A second GLM (`tiny_glm4v_table.py`) learns to read places from its table. In most
+   batches of images the vectors of the tokens are exchanged, and the questions and the first probe, which then asks for
+   the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
+   patches to which it is added.
+9. **Scenes are resized** for the same model: six in ten batches of images and a quarter of the videos, to sides of 56
+   to 168 px and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, the table
+   is mirrored or transposed. Each worker divides its images into two batches, so a step has up to four sizes.
 10. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
     exist.
 """
@@ -63,7 +63,7 @@ from torch import Tensor, nn
 import refvl
 from data.training import everyday, photos, run, scenes
 from data.training.run import WORKERS
-from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_names, find_family
+from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
 TELLINGS = 4  # showings of a video in which a colour changes, each with different timestamps
@@ -87,6 +87,7 @@ class Recipe:
     steps: int = 1800
     see: int = 150  # the number of steps in which only the tower learns
     pictures: int = 14
+    picture_batches: int = 1  # into which they are divided, each of its own size
     clips: int = 5
     asides: int = 4  # off-topic questions, every second step after seeing
     seeing: float = 1.5  # the factor of these counts while only the tower learns
@@ -103,7 +104,7 @@ class Recipe:
     seed: int = 0
     measure_every: int = 150
     measure_on: int = 256  # held-out scenes
-    begin_with: str = ""  # weights_sha256 of an earlier checkpoint in the family's folder; "": none
+    begin_with: str = ""  # weights_sha256 of an earlier checkpoint, see `TinyFamily.begins_in`; "": none
 
 
 class Learner(nn.Module):
@@ -416,10 +417,13 @@ class Trainer(run.Trainer):
         self.tokenizer = family.train_tokenizer()
         self.config = family.config(self.tokenizer)
         self.builder = PromptBuilder(family, self.tokenizer, self.config)
-        self.learner, self.pool = Learner(family, self.config, recipe.seed), Pool(recipe, rank)
+        self.learner, self.pool = self.make_learner(), Pool(recipe, rank)
         if recipe.begin_with:
-            self.take_over(family.folder)
+            self.take_over(family.begins_in)
         self.start()
+
+    def make_learner(self) -> Learner:
+        return Learner(self.family, self.config, self.recipe.seed)
 
     def take_over(self, folder: Path) -> None:
         """Load the knowledge of the checkpoint in a folder, except for the parts that the family restarts.
@@ -438,19 +442,19 @@ class Trainer(run.Trainer):
     def losses(self) -> list[Tensor]:
         """Return the losses of images' answers and cells, videos' answers and cells, photos and off-topic answers.
 
-        If there are several sorts of videos, they alternate.
+        Each batch of images has its own. If there are several sorts of videos, they alternate.
         """
         r = self.recipe
         clips, losses = self.family.clips, []
-        parts = [("picture", r.pictures, self.step)]
+        n = r.picture_batches
+        parts = [("picture", r.pictures // n, self.step * n + i, 1 / n) for i in range(n)]
         if clips:
-            parts.append((clips[self.step % len(clips)], r.clips, self.step // len(clips)))
-        for sort, count, number in parts:
-            clip = sort != "picture"
-            rng = np.random.default_rng([r.seed, clip, self.step, self.rank])
+            parts.append((clips[self.step % len(clips)], r.clips, self.step // len(clips), r.clip_weight))
+        for i, (sort, count, number, weight) in enumerate(parts):
+            rng = np.random.default_rng([r.seed, sort != "picture", self.step, self.rank, *([i] if 0 < i < n else [])])
             part = (self._see if self.step < r.see else self._speak)(sort, count, number, rng)
             loss = part[0] + r.probe_weight * part[1] if self.step >= r.see else part[1]
-            (loss * (r.clip_weight if clip else 1)).backward()
+            (loss * weight).backward()
             losses += [x.detach() for x in part]
         losses.append(self._recognise(np.random.default_rng([r.seed, 2, self.step, self.rank])))
         losses.append(self._step_aside(np.random.default_rng([r.seed, 3, self.step, self.rank])))
@@ -658,7 +662,7 @@ def recipe_of(family: TinyFamily, **changes) -> Recipe:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*family_names(), *UNTRAINED], default=DEFAULT)
+    parser.add_argument("--model", choices=[*family_names(), *VARIANTS], default=DEFAULT)
     run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
     model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))

@@ -1,6 +1,6 @@
-"""Vision encoders: each file contains one and reads from top to bottom; `grid.py` contains their common parts.
+"""Vision encoders: each file reads from top to bottom; `tower.py` and `grid.py` contain the common parts.
 
-They do not depend on prompts.
+The encoders do not depend on prompts.
 """
 
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer

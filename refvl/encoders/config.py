@@ -1,4 +1,4 @@
-"""The base of the towers' configs: derived sizes, and reading a config.json."""
+"""The base class of the towers' configs, which derives sizes and reads a config.json."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,13 +11,13 @@ from refvl.encoders.weights import config_values
 
 
 class TowerConfig:
-    """The base of the configs: derived sizes, and reading a config.json.
+    """The base class of the configs, which derives sizes and reads a config.json.
 
-    Fields have the checkpoint's names; the fields below have transformers' names for CLIP and SigLIP.
+    Fields have the names used in checkpoints; the fields below follow transformers' names for CLIP and SigLIP.
     """
 
     __slots__ = ()
-    activation: ClassVar[str | None] = None  # the only activation that the tower supports, if it checks this
+    activation: ClassVar[str | None] = None  # the only activation that the tower supports; None: not checked
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int
     num_hidden_layers: int
@@ -39,20 +39,20 @@ class TowerConfig:
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
 
     def check_image_size(self) -> None:
-        """Raise ValueError if the images of the position table are smaller than a patch."""
+        """Raise ValueError if the position table's image size is smaller than a patch."""
         if self.image_size < self.patch_size:
             name = self._theirs("image_size")
             raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
 
     def _theirs(self, field: str) -> str:
-        """Return the name of a field in checkpoints."""
+        """Return the checkpoint's name for a field."""
         return next((alias for alias, name in self.aliases.items() if name == field), field)
 
     @classmethod
     def from_hf(cls, config) -> Self:
-        """Build from a transformers vision config or a whole model's config, given as an object or as a dict.
+        """Build a config from a transformers vision config or a whole model's config, each an object or a dict.
 
-        Unknown keys are ignored. Raises ValueError for a different activation or inconsistent sizes.
+        Unknown keys are ignored. Raises ValueError for an unsupported activation or inconsistent sizes.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -83,5 +83,5 @@ class TowerConfig:
 
     @property
     def patch_kernel(self) -> tuple[int, ...]:
-        """The shape of the patch embedding's weight in checkpoints, which store a convolution."""
+        """The shape of the patch embedding's weight in checkpoints, where the embedding is a convolution."""
         return (self.hidden_size, *self.patch_shape)

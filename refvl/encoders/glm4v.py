@@ -12,12 +12,12 @@
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
 Positions enter the tower twice. The table encodes the location of a patch relative to the image's size; the rotary
-angles encode the distance between two patches, in patches. Both depend on the grid, and the first also depends on the
-table.
+angles encode the distance between two patches, in patches. Both depend on the grid; the samples also depend on the
+table's weights.
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` does not read values back and does not branch on tensors. `GridEncoder` and `Tower` define its input checks,
-the device, backends and weight names.
+`forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
+are defined in `GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -46,7 +46,7 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     depth: int = 24
     hidden_size: int = 1536
-    intermediate_size: int = 13696  # the width of the merger's MLP; the MLPs of the blocks have out_hidden_size
+    intermediate_size: int = 13696  # the width of the merger's MLP; the blocks' MLPs have the width out_hidden_size
     num_heads: int = 12
     in_channels: int = 3
     image_size: int = 336  # the side in pixels of the images that the position table was learned on
@@ -68,7 +68,7 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     @property
     def num_positions(self) -> int:
-        """The number of rows of the position table."""
+        """The number of entries in the position table."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -76,12 +76,12 @@ class Glm4vVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward in addition to the pixels; segments are frames.
 
-    `pad`: the rule by which a graph fills the rest of a buffer.
+    `pad`: the rule by which a graph fills the unused end of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
-    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
-    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
-    module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
+    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
+    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
+    `.to(torch.bfloat16)` would round them in a buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
@@ -118,11 +118,11 @@ class Glm4vVisionTransformer(GridEncoder):
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        them. Only the table is sampled on its own device.
+        the grids. The position table, in contrast, is sampled on its own device.
         """
         m = self.config.spatial_merge_size
         table = self.get_parameter("embeddings.position_embedding.weight")
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
         metadata = VisionMetadata(
             **plan_segments(frames, with_groups=self.backend() == "sdpa"),
             positions=block_positions(grids, m).int(),
@@ -141,12 +141,12 @@ class Glm4vVisionTransformer(GridEncoder):
     ) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
-        dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
+        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
+        and TypeError if their dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -181,7 +181,7 @@ class Glm4vVisionTransformer(GridEncoder):
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+    """A pre-norm block: x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, config: Glm4vVisionConfig):
         super().__init__()
@@ -196,7 +196,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v, and rotary q and k; every patch attends within its own frame."""
+    """Attention with a fused QKV projection and rotary q and k; each patch attends only within its own frame."""
 
     def __init__(self, config: Glm4vVisionConfig):
         super().__init__()
@@ -207,12 +207,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating q and k together halves the number of kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool):
         super().__init__()
@@ -225,7 +225,7 @@ class SwiGLU(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """A Linear - LayerNorm - GELU, then a SwiGLU, all at the language model's width."""
+    """Linear - LayerNorm - GELU, then SwiGLU; inputs and outputs have the language model's width."""
 
     def __init__(self, size: int, intermediate_size: int):
         super().__init__()

@@ -11,12 +11,12 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU, C times as wide as the language model
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-Positions come only from the 2-D rotary angles. Both towers have the same MLP and the same merger, which are imported
-from `refvl.encoders.glm4v`; all differing parts are defined here.
+Positions come only from the 2-D rotary angles. The two towers share the MLP and the merger, which are imported from
+`refvl.encoders.glm4v`; this file defines the parts that differ.
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` does not read values back and does not branch on tensors. `GridEncoder` and `Tower` define its input checks,
-the device, backends and weight names.
+`forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
+are defined in `GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -64,12 +64,12 @@ class GlmOcrVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward in addition to the pixels; segments are frames.
 
-    `pad`: the rule by which a graph fills the rest of a buffer.
+    `pad`: the rule by which a graph fills the unused end of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
-    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
-    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
-    module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
+    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
+    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
+    `.to(torch.bfloat16)` would round them in a buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
@@ -100,9 +100,9 @@ class GlmOcrVisionTransformer(GridEncoder):
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        them.
+        the grids.
         """
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
         metadata = VisionMetadata(
             **plan_segments(frames, with_groups=self.backend() == "sdpa"),
             positions=block_positions(grids, self.config.spatial_merge_size).int(),
@@ -120,12 +120,12 @@ class GlmOcrVisionTransformer(GridEncoder):
     ) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
-        dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
+        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
+        and TypeError if their dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
         x_NE = self.patch_embed(patches_NC)
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -159,7 +159,7 @@ class GlmOcrVisionTransformer(GridEncoder):
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+    """A pre-norm block: x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, config: GlmOcrVisionConfig):
         super().__init__()
@@ -174,9 +174,9 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v: RMSNorm of q and k per head, then rotary.
+    """Attention with a fused QKV projection; q and k are normalised per head (RMSNorm), then rotated.
 
-    Every patch attends within its own frame.
+    Each patch attends only within its own frame.
     """
 
     def __init__(self, config: GlmOcrVisionConfig):

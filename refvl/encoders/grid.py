@@ -1,4 +1,4 @@
-"""The common parts of all towers on grids: sizes, grid checks, weight names. This file depends on no model.
+"""The common parts of all towers that encode grids: sizes, grid checks and weight names; no model-specific code.
 
 An item is a grid (t, h, w) of patches, with t = 1 for an image. Its rows are in merge-block order: m * m consecutive
 rows become one token.
@@ -20,7 +20,7 @@ from refvl.encoders.weights import named_tensors
 
 
 class GridVisionConfig(TowerConfig):
-    """The base of the towers' configs, which are frozen dataclasses with at least these fields."""
+    """The base class of the grid towers' configs, which are frozen dataclasses with at least these fields."""
 
     __slots__ = ()
     activation = "silu"
@@ -68,15 +68,15 @@ class GridEncoder(Tower):
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return zeros, (patch rows, C*Tp*P*P), for `max_tokens` output tokens."""
+        """Return zeros of shape (patch rows, C*Tp*P*P) for `max_tokens` output tokens."""
         rows = max_tokens * self.block_size
         return torch.zeros(rows, self.patch_values, dtype=self.dtype, device=self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        Accepts names under `visual.` (the original), names under `model.visual.` (after transformers 4.52), and bare
-        names. The weights of q, k, v, and those of gate and up, may be fused or separate. Raises one ValueError that
+        Accepts names under `visual.` (the original), names under `model.visual.` (since transformers 4.52), and bare
+        names. The weights of q, k and v, and those of gate and up, may be fused or separate. Raises one ValueError that
         lists all mismatches (see `load_strict`).
         """
         return super().load_weights(split_gate_up(weights))
@@ -92,7 +92,7 @@ class GridEncoder(Tower):
 
 
 def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split each fused `gate_up_proj` into the rows of gate and of up; yield all other pairs unchanged."""
+    """Split each fused `gate_up_proj` into the rows of gate and the rows of up; yield all other pairs unchanged."""
     for name, tensor in named_tensors(weights):
         if ".gate_up_proj." not in name or not isinstance(tensor, Tensor) or not tensor.ndim:
             yield name, tensor

@@ -13,12 +13,12 @@
     embeddings (M, D)
 
 A chunk is `pos_emb_time` consecutive frames of a video, possibly fewer in the last chunk; an image is a chunk of one
-frame. A chunk becomes as many tokens as an image of the same size. The other towers for video encode each frame
-separately, or put two frames into each patch row before the first layer.
+frame. A chunk becomes as many tokens as an image of the same size. Other video towers encode each frame separately, or
+put two frames into each patch row before the first layer.
 
 Rotary pairs alternate: one pair rotates with the column, the next with the row. The released file pairs neighbouring
-dimensions (0 and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this
-encoder. So when it loads a released file, it reorders the rows of q and k.
+dimensions (0 and 1, 2 and 3, ...). Files written by transformers pair the two halves (0 and K/2, ...), and so does this
+encoder. When the encoder loads a released file, it therefore reorders the rows of q and k.
 
 Shape suffixes: N patches, B merge blocks of all frames, M tokens, E tower width, F = m * m * E, D language width, H
 heads, K head dimension, T frames of the longest chunk.
@@ -67,7 +67,7 @@ RENAMED = {  # a regular expression for a name in the released file or transform
 class KimiK25VisionConfig(TowerConfig):
     """The sizes of the tower and the projector, under transformers' names.
 
-    Released files use other names (`aliases`).
+    Released files use different names (see `aliases`).
     """
 
     activation = "gelu_pytorch_tanh"
@@ -104,12 +104,12 @@ class KimiK25VisionConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, config) -> "KimiK25VisionConfig":
-        """Build from a whole model's config (an object, or the dict in `config.json`) or from a vision config."""
+        """Build a config from a whole model's config (an object, or the dict in `config.json`) or a vision config."""
         whole = config_dict(config)
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(KimiK25VisionConfig, cls).from_hf(vision)  # named explicitly, because slots create a new class
+        return super(KimiK25VisionConfig, cls).from_hf(vision)  # slots=True breaks super() without arguments
 
     @classmethod
     def tiny(cls) -> "KimiK25VisionConfig":
@@ -134,7 +134,7 @@ class KimiK25VisionConfig(TowerConfig):
 class ChunkMetadata(Segments):
     """The inputs of one forward in addition to the pixels; segments are chunks.
 
-    `pad`: the rule by which a graph fills the rest of a buffer.
+    `pad`: the rule by which a graph fills the unused end of a buffer.
 
     For each token, `frames` and `shares` contain the merge blocks to average and their weights. A weight is 1 / t for
     each of the t frames of the token's chunk, and 0 for the remaining T - t frames.
@@ -175,8 +175,8 @@ class KimiK25Encoder(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> ChunkMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; t counts the frames of a whole video. Only the table is sampled on
-        its own device.
+        grids: (t, h, w) per item, in patches; t counts the frames of a whole video. The position table, in contrast, is
+        sampled on its own device.
         """
         m, chunks = self.config.spatial_merge_size, self.chunks_of(grids)
         table = self.pos_emb.weight
@@ -195,7 +195,7 @@ class KimiK25Encoder(GridEncoder):
     def _of_time(self, chunks: Sequence[Grid]) -> Tensor:
         """Return (N, E) float32 encodings of each patch's frame index in its chunk.
 
-        They are 0 for a chunk of one frame.
+        The encodings are 0 for a chunk of one frame.
         """
         E = self.config.hidden_size
         table_TE = sincos_1d(E, self.config.pos_emb_time)
@@ -212,12 +212,12 @@ class KimiK25Encoder(GridEncoder):
     ) -> Tensor:
         """Encode (N, C*P*P) patch rows of all items as (M, D) embeddings, with items and chunks in order.
 
-        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
-        dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
+        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
+        and TypeError if their dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = alternating_factors(metadata.positions, metadata.frequencies)  # for all blocks
+        rotary = alternating_factors(metadata.positions, metadata.frequencies)  # shared by all blocks
         x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -235,8 +235,8 @@ class KimiK25Encoder(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> ChunkMetadata:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` chunks.
 
-        Each token has room for the patch rows of one frame, which is enough for images; chunks of T frames need a
-        budget T times as large.
+        The buffers have room for one frame's patch rows per token, which is enough for images; chunks of T frames need
+        a budget T times as large.
         """
         patches = max_tokens * self.block_size
         metadata = ChunkMetadata(
@@ -250,7 +250,7 @@ class KimiK25Encoder(GridEncoder):
         return to_device(metadata, self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
+        """Load (checkpoint name, tensor) pairs strictly, under the released names or transformers' names.
 
         Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches (see `load_strict`).
         """
@@ -265,14 +265,14 @@ class KimiK25Encoder(GridEncoder):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shapes of parameters; there, the table has separate dimensions for rows and columns."""
+        """Return the shapes of parameters in checkpoints, where rows and columns of the table are two dimensions."""
         c = self.config
         table = (c.pos_emb_height, c.pos_emb_width, c.hidden_size)
         return {"patch_embed.proj.weight": c.patch_kernel, "pos_emb.weight": table}
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)), with the tanh approximation of GELU."""
+    """A pre-norm block: x + attn(norm1(x)), then x + mlp(norm2(x)), with the tanh approximation of GELU."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()
@@ -290,7 +290,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v with bias, and rotary q and k; every patch attends to all frames of its chunk."""
+    """Attention with a fused, biased QKV projection and rotary q and k; a patch attends to all frames of its chunk."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()
@@ -301,12 +301,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating q and k together halves the number of kernels
         return self.proj(chunks.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class Projector(nn.Module):
-    """Normalise each patch, then turn the m x m patches of each block into one token."""
+    """A module that normalises each patch, then turns the m x m patches of each block into one token."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()
@@ -328,7 +328,7 @@ def alternating_factors(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tens
 
 
 def frames_of_tokens(chunks: Sequence[Grid], block_size: int, T: int) -> tuple[Tensor, Tensor]:
-    """Return (M, T) int64, the merge blocks of each token, one per frame, and (M, T) float32, their weights.
+    """Return the merge blocks of each token, one per frame, (M, T) int64, and their weights, (M, T) float32.
 
     >>> frames_of_tokens([(2, 2, 4)], 4, 3)[0].tolist()  # two frames of two blocks; the third frame has weight 0
     [[0, 2, 0], [1, 3, 1]]

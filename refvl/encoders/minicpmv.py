@@ -13,14 +13,14 @@
     4.5        NaVitSiglip    h x w                           Resampler4_5    have times; groups share queries
 
 An image consists of an overview and slices, and a video of frames; the encoder treats all of them as slices of h x w
-patches. The layout of an item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except in
-4.5, where frames that share a set of queries form a group. Each version is a class below and never a branch in a
-forward.
+patches. The layout of an item is a tuple of `SliceGroup`s in the order of its rows. Each group contains one slice; in
+4.5, frames that share a set of queries form one group. Each version is a class in this file, never a branch in
+`forward`.
 
 Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
-Here rows are concatenated, so the only sizes are the numbers of rows, slices and sets of queries. One graph per budget
-therefore serves every shape. Budgets count tokens; each token provides `patches_per_slice / query_num` patch rows.
-Items that need more rows take a larger budget, or run eagerly (see `plan_batches`).
+This encoder concatenates the rows, so its only sizes are the numbers of rows, slices and sets of queries. One graph per
+budget therefore serves every shape. Budgets count tokens; for each token, a graph reserves `patches_per_slice /
+query_num` patch rows. Items that need more rows take a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -43,7 +43,7 @@ from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import NO_TIME, SliceLayout, count_sets
 
 HEAD_DIM = 128  # the resampler's head dimension in every release
-AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain audio input and output
+AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain weights for audio input and output
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class MiniCPMVEncoderConfig:
         check_positive_int(self.query_num, "query_num")
         if self.hidden_size % self.resampler_heads:
             raise ValueError(
-                f"hidden_size: must be a multiple of its {self.resampler_heads} heads, got {self.hidden_size}"
+                f"hidden_size: must be a multiple of {self.resampler_heads} resampler heads, got {self.hidden_size}"
             )
 
     @classmethod
@@ -70,7 +70,7 @@ class MiniCPMVEncoderConfig:
         Raises ValueError if the tower's sizes are missing.
         """
         values = config_dict(config)
-        if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 has only a name
+        if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 names only its tower
             raise ValueError("vision_config: expected the sizes of the tower, got none")
         slices = values.get("slice_config") or {}
         wanted = ("hidden_size", "query_num", "drop_vision_last_layer")
@@ -92,7 +92,7 @@ class MiniCPMVEncoderConfig:
 
     @property
     def depth(self) -> int:
-        """The number of blocks of the tower that run."""
+        """The number of tower blocks that run."""
         return self.vision.depth - self.drop_vision_last_layer
 
     @property
@@ -121,16 +121,16 @@ class MiniCPMVMetadata:
 
 
 class MiniCPMVEncoder(Tower):
-    """The base of all versions: it builds the tower and the resampler, plans both, and runs one after the other."""
+    """The base of all versions: it builds and plans the tower and the resampler, and runs one after the other."""
 
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
-    reads_times: ClassVar[bool] = False  # of frames
+    reads_times: ClassVar[bool] = False  # whether the encoder uses the times of frames
     skipped_parts: ClassVar[str] = (
         AUDIO_PARTS  # a regular expression for checkpoint names that belong to neither part and are skipped
     )
-    vpm: Any  # a vpm_class
-    resampler: Any  # a resampler_class
+    vpm: Any  # an instance of vpm_class
+    resampler: Any  # an instance of resampler_class
 
     def __init__(self, config: MiniCPMVEncoderConfig, *, attention: str = "auto"):
         super().__init__(config)
@@ -156,8 +156,8 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        "frames" counts only frames that share the queries of a different frame; the tokens limit the number of all
-        others.
+        "frames" counts only the frames that share another frame's queries; the number of tokens already limits all
+        other frames.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -173,9 +173,9 @@ class MiniCPMVEncoder(Tower):
     ) -> Tensor:
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, groups and slices in order.
 
-        Pass `layouts` to plan here, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the backend;
-        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if
-        their dtype is not floating point.
+        Pass `layouts` to plan in this call, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the
+        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
+        and TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: pass exactly one of layouts and metadata")
@@ -194,7 +194,7 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def graph_attention(self) -> str:
-        """The backend for a capture: its shapes do not depend on the lengths of slices and sets."""
+        """A backend for graph capture: its shapes do not depend on the lengths of slices and sets."""
         return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if either part needs it
 
     @property
@@ -209,14 +209,14 @@ class MiniCPMVEncoder(Tower):
         return side**2 + 2 * side
 
     def max_rows(self, max_tokens: int) -> int:
-        """Return the number of patch rows in the graph of a budget: as many as its tokens provide, rounded down."""
+        """Return the number of patch rows in the graph for a budget of `max_tokens`, rounded down."""
         return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Return a plan large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
         Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. The number of slices is at
-        most that number plus the frames that share the queries of a different frame.
+        most that number plus the frames that share another frame's queries.
         """
         max_rows = self.max_rows(max_tokens)
         max_sets = max(1, max_tokens // self.config.query_num)
@@ -224,7 +224,7 @@ class MiniCPMVEncoder(Tower):
         return MiniCPMVMetadata(vision, self.resampler.plan_capacity(max_rows, max_sets))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return (patch rows, 3*P*P) zeros for `max_tokens` output tokens."""
+        """Return zeros of shape (patch rows, 3*P*P) for `max_tokens` output tokens."""
         return self.resampler.query.new_zeros(self.max_rows(max_tokens), self.config.patch_values)
 
     def rename(self, name: str) -> str:
@@ -243,17 +243,17 @@ class MiniCPMVEncoder(Tower):
 
 
 class MiniCPMV2_0Encoder(MiniCPMVEncoder):
-    """timm's SigLIP plus queries with positions in a fixed grid. A plan contains the resized position table."""
+    """MiniCPM-V 2.0: timm's SigLIP, and queries in a fixed grid; a plan contains the resized position table."""
 
     vpm_class = SiglipViT
     resampler_class = Resampler2
-    skipped_parts = r"resampler\.pos_embed$"  # a formula
+    skipped_parts = r"resampler\.pos_embed$"  # not loaded, because a formula computes it
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the side of the queries' grid; raise ValueError if the number of queries is not a square."""
+        """Return the side of the queries' grid; raise ValueError if the number of queries is not a square number."""
         side = int(config.query_num**0.5)
         if side**2 != config.query_num:
-            raise ValueError(f"query_num: the queries of 2.0 form a square, got {config.query_num}")
+            raise ValueError(f"query_num: expected a square number for version 2.0, got {config.query_num}")
         return side
 
     @property
@@ -263,7 +263,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """The tower was trained without the shapes of slices: the position table sees a slice as a row of h * w patches."""
+    """MiniCPM-V 2.5: the tower receives no shapes; the position table treats a slice as one row of h * w patches."""
 
     skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
@@ -275,15 +275,15 @@ class MiniCPMV2_5Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_6Encoder(MiniCPMVEncoder):
-    """The tower receives the shapes of slices; the frames of a video are ordinary slices."""
+    """MiniCPM-V 2.6: the tower receives the shapes of slices; the frames of a video are ordinary slices."""
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
-    """The same as 2.6; only the text model differs."""
+    """MiniCPM-V 4.0: the same encoder as in 2.6; only the text model differs."""
 
 
 class MiniCPMV4_5Encoder(MiniCPMVEncoder):
-    """Frames have times, and all frames of a group share one set of queries."""
+    """MiniCPM-V 4.5: frames have times, and all frames of a group share one set of queries."""
 
     resampler_class = Resampler4_5
     reads_times = True

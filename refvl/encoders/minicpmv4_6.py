@@ -12,8 +12,8 @@
        | merger                four concatenated rows -> one
     tokens (N / 16, D)
 
-The flow above is the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens; its
-sides are then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
+The flow above shows the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens, and
+its sides are multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
 
 Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
 Upstream: `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger` (transformers 5.23).
@@ -60,9 +60,9 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """Build from a whole model's config (an object, or the dict in `config.json`) or from a vision config.
+        """Build a config from a whole model's config (an object, or the dict in `config.json`) or a vision config.
 
-        Raises ValueError for a merger of a different size.
+        Raises ValueError for a merger of an unsupported size.
         """
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
@@ -72,7 +72,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # named explicitly, because slots create a new class
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # slots=True breaks super() without arguments
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
@@ -98,7 +98,7 @@ class FoldMetadata(NaVitMetadata):
     """The plan of the earlier versions' tower plus the patch order; after the fold, segments are a quarter as long."""
 
     order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the patch row at each position
-    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # groups of windows; only for sdpa
+    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # `groups` after the fold, for sdpa
 
     @property
     def summary(self) -> str:
@@ -133,7 +133,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         patches = sum(h * w for h, w in sizes)
         return patches, patches // self.block_size, len(sizes)
 
-    def plan(self, layouts) -> FoldMetadata:  # type: ignore[override]  # layouts of items, not sizes of slices
+    def plan(self, layouts) -> FoldMetadata:  # type: ignore[override]  # takes layouts of items, not sizes of slices
         """Compute everything that depends on sizes on the CPU, and move it to the encoder's device."""
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
@@ -153,13 +153,13 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         )
         return to_device(metadata, self.device)
 
-    def forward(  # type: ignore[override]  # rows and layouts, not strips
+    def forward(  # type: ignore[override]  # takes rows and layouts, not strips
         self, pixel_values: Tensor, layouts=None, *, metadata: FoldMetadata | None = None, attention: str | None = None
     ) -> Tensor:
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
-        Pass `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the backend. Raises
-        ValueError if the rows do not match, and TypeError if their dtype is not floating point.
+        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the backend.
+        Raises ValueError if the rows do not match the plan, and TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: pass exactly one of layouts and metadata")
@@ -180,7 +180,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
+        """The blocks of the tower."""
         return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
@@ -199,7 +199,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return to_device(metadata, self.device)
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return (patch rows, 3*P*P) zeros for `max_tokens` output tokens."""
+        """Return zeros of shape (patch rows, 3*P*P) for `max_tokens` output tokens."""
         return self.post_layernorm.weight.new_zeros(max_tokens * self.block_size, self.patch_values)
 
     def rename(self, name: str) -> str:
@@ -218,7 +218,7 @@ class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
 
 
 class WindowMerger(nn.Module):
-    """Attention in windows of four rows, then an MLP on the four concatenated rows, plus their mean."""
+    """Attention in windows of four rows, then an MLP on the four concatenated rows, with their mean added."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -258,7 +258,7 @@ class Merger(nn.Module):
 
 
 def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
-    """Return (h * w,) int64, a patch order in which each token's patches are contiguous, in windows of 2 x 2.
+    """Return a patch order, (h * w,) int64, in which each token's patches are contiguous, in windows of 2 x 2.
 
     >>> fold_order(2, 4, folds=False).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]

@@ -95,14 +95,14 @@ class NaVitSiglip(Tower):
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
         tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2).
-        position_sizes: the shapes for the position table, with the same numbers of patches (default: tgt_sizes).
-        Raises ValueError if the numbers of patches differ.
+        position_sizes: the (h, w) that the position table uses for each slice (default: tgt_sizes). Raises ValueError
+        if the numbers of patches in tgt_sizes and position_sizes differ.
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
         if [h * w for h, w in position_sizes] != [h * w for h, w in sizes]:
             raise ValueError(
-                f"position_sizes: must hold as many patches per slice as tgt_sizes, got {position_sizes} for {sizes}"
+                f"position_sizes: expected as many patches per slice as in tgt_sizes={sizes}, got {position_sizes}"
             )
         return self.plan_checked(position_sizes)
 
@@ -135,7 +135,7 @@ class NaVitSiglip(Tower):
         return encode_strips(self, pixel_values, tgt_sizes, position_sizes)
 
     def rename(self, name: str) -> str:
-        """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, for `qkv`.
+        """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, of `qkv`.
 
         Drop the prefix `vision_model.` from the name.
         """
@@ -155,7 +155,7 @@ class NaVitSiglip(Tower):
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm: x + self_attn(layer_norm1(x)), then x + mlp(layer_norm2(x))."""
+    """A pre-norm layer: x + self_attn(layer_norm1(x)), then x + mlp(layer_norm2(x))."""
 
     def __init__(self, config: NaVitSiglipConfig):
         super().__init__()
@@ -170,7 +170,7 @@ class EncoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention with fused q, k, v; every patch attends within its own slice."""
+    """Attention with a fused QKV projection; each patch attends only within its own slice."""
 
     def __init__(self, config: NaVitSiglipConfig):
         super().__init__()
@@ -199,9 +199,9 @@ class MLP(nn.Module):
 def place_in_table(h: int, w: int, side: int) -> Tensor:
     """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its entry in a side x side table.
 
-    Row r of the slice uses the entries in row floor(r / h * side) of the table. This is computed in integers. Upstream
-    sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ...; for a fraction exactly on a bound, its
-    result depends on rounding.
+    Row r of the slice uses the entries in row floor(r / h * side) of the table. The row is computed in integers.
+    Upstream sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ...; for a fraction exactly on a
+    bound, upstream's result depends on rounding.
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()

@@ -13,7 +13,7 @@
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes (permutation,
 positions, segment lengths) into `VisionMetadata`. `forward` does not read values back and does not branch on tensors.
-`GridEncoder` and `Tower` define its input checks, the device, backends and weight names.
+The input checks, device, backends and weight names are defined in `GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
@@ -71,20 +71,20 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward in addition to the pixels; segments are frames.
 
-    `pad`: the rule by which a graph fills the rest of a buffer.
+    `pad`: the rule by which a graph fills the unused end of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
-    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
-    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
-    module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
+    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
+    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
+    `.to(torch.bfloat16)` would round them in a buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
-    reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: and back
-    cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
-    window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # like `groups`
+    reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: the inverse of window_index
+    cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, in patches
+    window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # like `groups`, for windows
     max_window_seqlen: int  # the number of patches in the longest window
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        them.
+        the grids.
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         needs_groups = self.backend() == "sdpa"
@@ -144,13 +144,14 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     ) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture requests one with static shapes. In float16 the last blocks can overflow: see `clamp_overflow`.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
+        backend; a capture requests a backend with static shapes. In float16, the last blocks can overflow (see
+        `clamp_overflow`).
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         x_NE = self.patch_embed(patches_NC)
-        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
         x_NE = x_NE.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)  # in window order
         for i, block in enumerate(self.blocks):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
@@ -167,8 +168,8 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
         The cumulative lengths describe one frame, with windows filled one after the other, which is a valid input for a
-        warm-up. `max_window_count` limits the number of windows. A window has at most the tokens of its square, and a
-        frame has at most all tokens.
+        warm-up. `max_window_count` limits the number of windows. A window contains at most the tokens of its square; a
+        frame may contain all tokens.
         """
         patches, side = max_tokens * self.block_size, self.config.window_side
         max_frames = min(max_frames, max_tokens)
@@ -186,13 +187,13 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         return to_device(metadata, self.device)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the patch rows in the order of windows."""
+        """Return the patch rows in window order."""
         [rows] = super().block_rows(metadata)
         return [rows.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)]
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+    """A pre-norm block: x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
@@ -207,7 +208,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v with bias, and rotary q and k; every token attends within its own segment."""
+    """Attention with a fused, biased QKV projection and rotary q and k; a patch attends within its own segment."""
 
     def __init__(self, config: GridVisionConfig):
         super().__init__()
@@ -218,12 +219,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating q and k together halves the number of kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -236,7 +237,7 @@ class SwiGLU(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Fold each m x m block of patches into one token of the language model."""
+    """A module that folds each m x m block of patches into one token of the language model."""
 
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
@@ -254,8 +255,8 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
-    depend on the rest of the batch. In this function, they depend only on their own row. The function does not branch
-    on the tensor, so a graph can capture it.
+    depend on the rest of the batch. In this function, a value depends only on its own row. The function does not
+    branch on the tensor, so a graph can capture it.
     """
     if x_NE.dtype != torch.float16:
         return x_NE

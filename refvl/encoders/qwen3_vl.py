@@ -11,14 +11,14 @@
     rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
 DeepStack: the tower's last features become the embeddings of the language model. The language model also adds the
-features of k earlier blocks to the hidden states of the same tokens: the i-th features after its layer i. All features
-of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split` separates
-them again.
+features of k earlier blocks to the hidden states of the same tokens; it adds the i-th features after its layer i. All
+features of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split`
+separates them again.
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` does not read values back and does not branch on tensors. The values sampled from the table are also planned;
-they depend on the grid and on the weights. `GridEncoder` and `Tower` define its input checks, the device, backends and
-weight names.
+`forward` does not read values back and does not branch on tensors. The plan also contains the values sampled from the
+table, which depend on the grid and on the weights. The input checks, device, backends and weight names are defined in
+`GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).
@@ -64,7 +64,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     def __post_init__(self):
         GridVisionConfig.__post_init__(self)
         if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
-            raise ValueError(f"num_position_embeddings: must be a square, got {self.num_position_embeddings}")
+            raise ValueError(f"num_position_embeddings: must be a square number, got {self.num_position_embeddings}")
         if len({*self.deepstack_visual_indexes} & {*range(self.depth)}) != len(self.deepstack_visual_indexes):
             raise ValueError(
                 f"deepstack_visual_indexes: must be different blocks, 0 to {self.depth - 1}, "
@@ -84,12 +84,12 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 class VisionMetadata(Segments):
     """The inputs of one forward in addition to the pixels; segments are frames.
 
-    `pad`: the rule by which a graph fills the rest of a buffer.
+    `pad`: the rule by which a graph fills the unused end of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so they are
-    capacities, which a replay must not exceed. Rotary angles take 40 times as many bytes as rows and columns, so the
-    tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer of the
-    module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
+    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
+    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
+    `.to(torch.bfloat16)` would round them in a buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
@@ -123,11 +123,11 @@ class Qwen3VLVisionTransformer(GridEncoder):
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        them. Only the table is sampled on its own device.
+        the grids. The position table, in contrast, is sampled on its own device.
         """
         m = self.config.spatial_merge_size
         table = self.pos_embed.weight
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
         metadata = VisionMetadata(
             **plan_segments(frames, with_groups=self.backend() == "sdpa"),
             positions=block_positions(grids, m).int(),
@@ -146,14 +146,14 @@ class Qwen3VLVisionTransformer(GridEncoder):
     ) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, W) wide rows, with items in order.
 
-        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
-        dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
+        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
+        and TypeError if their dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
-        deeper = list[Tensor]()  # k of (M, D)
+        deeper = list[Tensor]()  # k tensors (M, D)
         x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
         for i, block in enumerate(self.blocks):
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -188,7 +188,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+    """A pre-norm block: x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -203,7 +203,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v with bias, and rotary q and k; every patch attends within its own frame."""
+    """Attention with a fused, biased QKV projection and rotary q and k; a patch attends only within its own frame."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -214,12 +214,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating both in one pass needs half the kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating q and k together halves the number of kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class VisionMLP(nn.Module):
-    """fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
+    """An MLP: fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -231,7 +231,7 @@ class VisionMLP(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Fold each m x m block of patches into one token.
+    """A module that folds each m x m block of patches into one token.
 
     normed: the number of values that are normalised together. The last merger normalises the E values of each patch;
     the DeepStack mergers normalise the m * m * E values of each block.

@@ -11,9 +11,9 @@
     Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
     Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size limit, so a grid of 4 x
-227 or a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded
-keys; `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
+Upstream stores tables of sines and cosines and enlarges them on demand. This file uses a formula without a size limit,
+so a grid of 4 x 227 or a frame two hours into a video needs no special case. `resample` works on concatenated slices,
+without padded keys; `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -39,22 +39,22 @@ from refvl.positions.tables import sincos, sincos_frequencies
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetMetadata:
-    """The patches of each set of queries. A capture records integers as constants, so they are capacities there."""
+    """The patches of each set of queries; in a captured graph, the integers are constants, so they are capacities."""
 
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
     cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
-    set_groups: tuple | None = field(metadata={"pad": "empty"})  # groups of sets of equal length; planned only for sdpa
+    set_groups: tuple | None = field(metadata={"pad": "empty"})  # groups of sets of equal lengths; only for sdpa
     max_seqlen_q: int  # Q
     max_seqlen_k: int  # the largest number of patches that a set of queries has
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResamplerMetadata(SetMetadata):
-    """Positions are (N, 2) int32: the row and column of each patch in its slice.
+    """The metadata of `Resampler2_5`: positions are (N, 2) int32, the row and column of each patch in its slice.
 
-    The frequencies depend only on the width. They are planned because `.to(torch.bfloat16)` would round a buffer of
-    the module, and `to_empty` would lose it.
+    The frequencies depend only on the width. They are part of the plan, because `.to(torch.bfloat16)` would round a
+    buffer of the module, and `to_empty` would lose it.
     """
 
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
@@ -86,8 +86,8 @@ class Resampler(Tower):
     ):
         """Build the modules.
 
-        kv_dim: the width of the rows (default: embed_dim, no projection). max_size: upstream's initial table size,
-        which is not a limit here.
+        kv_dim: the width of the rows (default: embed_dim, without a projection). max_size: upstream's initial table
+        size, which is not a limit here.
         """
         super().__init__(None, attention=attention)
         self.max_size = as_size(max_size, "max_size")
@@ -148,7 +148,7 @@ class Resampler(Tower):
 
 
 class Resampler2_5(Resampler):
-    """Keys contain the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
+    """The resampler of MiniCPM-V 2.5, 2.6 and 4.0: keys contain the sines and cosines of their row and column."""
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
@@ -171,7 +171,7 @@ class Resampler2_5(Resampler):
         )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add sines and cosines, (N, D): half of the channels encode the column, half the row, as in `sincos_2d`."""
+        """Add sines and cosines, (N, D): half of the channels encode the column and half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
@@ -181,7 +181,7 @@ class Resampler2_5(Resampler):
 
 
 class Resampler4_5(Resampler2_5):
-    """Keys also encode time, and frames of one group share a set of queries: MiniCPM-V 4.5."""
+    """The resampler of MiniCPM-V 4.5: keys also encode time, and the frames of a group share a set of queries."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
         """Build as `Resampler2_5` does.
@@ -194,14 +194,14 @@ class Resampler4_5(Resampler2_5):
     def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
         """Plan slices of (h, w) patches each, in groups.
 
-        temporal_ids: one list per group with one id per slice, -1 or None for no time. A group shares one set of
+        temporal_ids: one list per group, with one id per slice; -1 or None means no time. A group shares one set of
         queries, unless all of its ids are -1; then each slice has its own set. A flat tensor of ids forms no groups;
         None means that slices have no times.
         """
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
 
-    def plan_checked(  # type: ignore[override]  # slices also have times
+    def plan_checked(  # type: ignore[override]  # here, slices also have times
         self, layouts: Sequence[tuple[int, int]], temporal_ids: Sequence[Sequence[int]]
     ) -> TemporalResamplerMetadata:
         """Plan slices whose sizes and times are already checked.
@@ -226,7 +226,7 @@ class Resampler4_5(Resampler2_5):
         return to_device(metadata, self.device)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add the encodings of row, column, and time if there is one, (N, D)."""
+        """Add the encodings of row, column and, if there is one, time, (N, D)."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)

@@ -22,15 +22,15 @@ from refvl.positions.tables import resize_position_table, sincos_2d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedGridMetadata(SetMetadata):
-    """Positions are (N, D) in the module's dtype, for keys and for queries."""
+    """The metadata of `Resampler2`: positions (N, D) of the keys and (Q, D) of the queries, in the module's dtype."""
 
     query_positions: Tensor  # (Q, D) in the module's dtype
 
 
 class Resampler2(Resampler):
-    """A fixed grid of queries, in which queries and keys have positions: MiniCPM-V 2.0."""
+    """The resampler of MiniCPM-V 2.0: a fixed grid of queries, in which queries and keys have positions."""
 
-    unused = r"(resampler\.)?pos_embed$"  # a formula
+    unused = r"(resampler\.)?pos_embed$"  # not loaded, because a formula computes it
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Resampler2(Resampler):
     ):
         """Build the modules. grid_size: G, for Q = G * G queries.
 
-        kv_dim: the width of the rows (default: embed_dim, no projection).
+        kv_dim: the width of the rows (default: embed_dim, without a projection).
         adaptive: keys get the sines and cosines of their own grid instead of the resized positions of the queries.
-        do_post_projection: False ends with the attention, as in Qwen-VL.
+        do_post_projection: False omits the layers after the attention, as in Qwen-VL.
         """
         num_queries = check_positive_int(grid_size, "grid_size") ** 2
         super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)
@@ -74,7 +74,7 @@ class Resampler2(Resampler):
         return to_device(metadata, self.device)
 
     def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (Q, D), keys and values (N, D) as `Resampler` does; here queries also have positions."""
+        """Return queries (Q, D), keys and values (N, D) as `Resampler` does; queries also have positions."""
         query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
         return query_QD + metadata.query_positions, keys_ND, values_ND
 
@@ -91,6 +91,6 @@ class Resampler2(Resampler):
         side = int(x.shape[1] ** 0.5)
         h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
         if h * w != x.shape[1]:
-            raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
+            raise ValueError(f"tgt_size: expected h * w = {x.shape[1]}, the patches of x, got {(h, w)}")
         metadata = self.plan([(h, w)] * len(x))
         return self.resample(x.flatten(0, 1), metadata).unflatten(0, (len(x), self.num_queries))

@@ -10,10 +10,10 @@
        | norm             LayerNorm
     (N, E)
 
-The layers are those of `NaVitSiglip` except for the exact GELU; timm's weight names are mapped to the names there.
-There is no class token, and SigLIP's attention pool is omitted. The resized positions depend on the grid and the
-table. They are part of the plan, as in `refvl.encoders.glm4v`, so a plan becomes stale when the table changes.
-`encode` accepts patch rows of images of different sizes; `forward` accepts images of one size.
+The layers are those of `NaVitSiglip` except for the exact GELU; timm's weight names are mapped to the names in that
+class. There is no class token, and SigLIP's attention pool is omitted. The resized positions depend on the grid and the
+table. They are part of the plan, as in `refvl.encoders.glm4v`, so a plan becomes stale when the table changes. `encode`
+accepts patch rows of images of different sizes; `forward` accepts images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -37,7 +37,7 @@ from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table
 
 KNOWN_ENCODER = "vit_so400m_patch14_siglip_384"
-MLP_RATIO = 3.7362  # of KNOWN_ENCODER
+MLP_RATIO = 3.7362  # the ratio of the MLP's width to the tower's in KNOWN_ENCODER
 TABLE = "embeddings.position_embedding.weight"
 NAMES = {  # names of timm's parts -> names in `NaVitSiglip`
     "patch_embed.proj.": "embeddings.patch_embedding.",
@@ -53,7 +53,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
     """`NaVitSiglipConfig` with timm's names; the image size is that of `vit_so400m_patch14_siglip_384`."""
 
     activation = None
-    gelu: ClassVar[str] = "none"  # exact
+    gelu: ClassVar[str] = "none"  # the exact GELU
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "img_size": "image_size",
@@ -67,15 +67,15 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
-        """Build from a dict with timm's names, or from a whole model's `vision_config` or `vision_encoder`.
+        """Build a config from a dict with timm's names, or from a whole model's `vision_config` or `vision_encoder`.
 
-        Raises ValueError for a different tower.
+        Raises ValueError for an unsupported tower.
         """
         whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):
                 raise ValueError(f"vision_encoder: expected {KNOWN_ENCODER!r}, got {whole['vision_encoder']!r}")
-            return cls()  # the config of a whole model uses these names for other sizes
+            return cls()  # in a whole model's config, these names stand for different sizes
         values = config_values(whole, cls, activation=None, aliases=cls.aliases)
         ratio = check_positive(whole.get("vision_config", whole).get("mlp_ratio", MLP_RATIO), "mlp_ratio")
         return cls(**(values | {"intermediate_size": int(values.get("hidden_size", 1152) * ratio)}))
@@ -93,7 +93,7 @@ class SiglipViT(NaVitSiglip):
 
     config_class = SiglipViTConfig
 
-    def plan_checked(  # type: ignore[override]  # other metadata
+    def plan_checked(  # type: ignore[override]  # returns different metadata
         self, layouts: Sequence[tuple[int, int]]
     ) -> SiglipViTMetadata:
         """Compute everything that depends on sizes, and resize the table, for images of (h, w) patches each."""
@@ -113,7 +113,7 @@ class SiglipViT(NaVitSiglip):
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
+    def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # takes no sizes
         """Encode (B, C, H, W) pixels into (B, ceil(H / P) * ceil(W / P), E)."""
         P = self.config.patch_size
         check_shape(pixel_values, ("B", self.config.num_channels, "H", "W"), "pixel_values")

@@ -1,4 +1,4 @@
-"""Direct calls of MiniCPM-V's parts: checks of layouts, and slices in a padded batch.
+"""Support for direct calls to MiniCPM-V's parts: layout checks, and slices in a padded batch.
 
 Layouts are normalised and made hashable, or an error describes the problem. A processor's layouts are valid, so `chat`
 skips these checks.
@@ -25,9 +25,9 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     """Return one tuple of `SliceGroup`s per item; a bare (h, w) forms its own group.
 
-    reads_times: whether the version uses the times of frames. Raises TypeError for any other type. Raises ValueError
-    for an item or group without slices, for a slice without patches, and for temporal ids that do not cover every
-    slice. Versions that do not use times raise ValueError if times are given.
+    reads_times: whether the version uses the times of frames. Raises TypeError for values of the wrong type. Raises
+    ValueError for an item or group without slices, for a slice without patches, and for temporal ids that do not cover
+    every slice. Versions that do not use times raise ValueError if times are given.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -97,7 +97,7 @@ def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=No
     P, sizes = tower.config.patch_size, as_sizes(tgt_sizes)
     check_shape(pixel_values, (len(sizes), tower.config.num_channels, P, "L"), "pixel_values")
     if pixel_values.shape[-1] % P:
-        raise ValueError(f"pixel_values: strips must be whole patches of {P} px, got {pixel_values.shape[-1]}")
+        raise ValueError(f"pixel_values: expected whole patches of {P} px, got {pixel_values.shape[-1]}")
     rows_BLC = pixel_values.unflatten(-1, (-1, P)).permute(0, 3, 1, 2, 4).flatten(2)
     lengths = [h * w for h, w in sizes]
     rows_NE = tower.encode(unpad(rows_BLC, lengths, "pixel_values"), tower.plan(sizes, position_sizes))
@@ -125,7 +125,7 @@ def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
 
 
 def pad(rows: Tensor, lengths: Sequence[int], longest: int) -> Tensor:
-    """Invert `unpad`: return (B, longest, ...), zero after each slice."""
+    """Invert `unpad`: return (B, longest, ...), with zeros after each slice."""
     padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
     for b, piece in enumerate(rows.split(list(lengths))):
         padded[b, : len(piece)] = piece

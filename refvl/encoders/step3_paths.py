@@ -36,7 +36,7 @@ class SquarePath:
     def __init__(self, encoder: Any, side: int, tokens: int):
         """Wrap one stack of a `Step3VisionEncoder`.
 
-        tokens: the output tokens of a square. tokens: its output tokens.
+        side: the patches along a side of a square. tokens: the number of output tokens of a square.
         """
         self.encoder = encoder
         self.side = side
@@ -52,13 +52,13 @@ class SquarePath:
 
     @property
     def graph_attention(self) -> str:
-        """Return "sdpa": segments have equal lengths, so its shapes are static, and it needs no mask."""
+        """The backend for graph capture: "varlen" if it can run, otherwise "sdpa": equal segments need no mask."""
         return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
         """Return (squares, n, n) per item, normalised.
 
-        Raise TypeError or ValueError for an invalid layout or a different n.
+        Raise TypeError or ValueError for an invalid layout, or for squares of a different size.
         """
         grids = as_grids(layouts, name=name)
         for i, (_, h, w) in enumerate(grids):
@@ -81,7 +81,7 @@ class SquarePath:
         return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return zeros, (patch rows, C*P*P), for all the squares whose outputs fit into `max_tokens`."""
+        """Return zeros of shape (patch rows, C*P*P), for as many squares as `max_tokens` output tokens allow."""
         rows = max_tokens // self.tokens * self.side**2
         return torch.zeros(rows, self.encoder.patch_values, dtype=self.dtype, device=self.device)
 

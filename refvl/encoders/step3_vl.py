@@ -13,9 +13,9 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. They do
-not attend to each other. `plan(layouts)` computes the patch rows of each size, and each size runs as one stack. The
-embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
+An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. Squares do
+not attend to each other. `plan(layouts)` computes the indices of the patch rows of each size, and each size runs as one
+stack. The embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
 (`refvl.encoders.step3_paths`). `Tower` defines device, backends and weight names.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
@@ -76,10 +76,10 @@ class Step3VisionConfig(TowerConfig):
         hidden_size: int | None = None,
         projector_bias: bool | None = None,
     ) -> "Step3VisionConfig":
-        """Build from a vision config or a whole model's config, as an object or as the dict in `config.json`.
+        """Build a config from a vision config or a whole model's config: an object, or the dict in `config.json`.
 
-        hidden_size: the width of the language model. Arguments that are None come from the whole model's config, if
-        passed. Unknown keys are ignored.
+        hidden_size: the width of the language model. Arguments that are None are read from the whole model's config, if
+        that is passed. Unknown keys are ignored.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         whole = config_dict(config)
@@ -89,7 +89,7 @@ class Step3VisionConfig(TowerConfig):
             "projector_bias": projector_bias,
         }
         sources = [whole.get("text_config", {}), whole, given] if "vision_config" in whole else [given]
-        for source in sources:  # a later one overrides
+        for source in sources:  # a later source overrides an earlier one
             for name in given:
                 if source.get(name) is not None:
                     values["out_hidden_size" if name == "hidden_size" else name] = source[name]
@@ -126,14 +126,14 @@ class Step3VisionConfig(TowerConfig):
 class VisionMetadata:
     """The inputs of one forward over images, in addition to the pixels.
 
-    Graphs capture the two stacks: `StackMetadata`.
+    Graphs capture each of the two stacks, with `StackMetadata`.
     """
 
     local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
     global_rows: Tensor  # (overviews * n_g^2,) int64
-    local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
+    local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype; the class token comes first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
-    order: Tensor  # (M,) int64: sorts the tokens, first of all crops and then of all overviews, by image
+    order: Tensor  # (M,) int64: sorts the tokens (all crops, then all overviews) by image
 
     @property
     def summary(self) -> str:
@@ -160,16 +160,16 @@ class Step3VisionEncoder(Tower):
         self.vit_large_projector = nn.Linear(2 * width, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
         self.crop_tokens = config.crop_tokens
-        self.image_side = config.patches_per_side(config.image_size)  # of an overview
+        self.image_side = config.patches_per_side(config.image_size)  # the patches along a side of an overview
         self.image_tokens = config.image_tokens
-        self.patch_values = config.patch_values  # C * P * P, in one row
+        self.patch_values = config.patch_values  # the number of values in a row, C * P * P
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
         """Compute the patch rows of each stack and the final token order on the CPU; move them to the encoder's device.
 
-        Only the position table is resized on its own device. The plan contains values of the current weights, so plan
-        again after loading new ones. layouts: (rows, columns) of crops per image; `plan` also accepts tensors, and
-        checks.
+        The position table, in contrast, is resized on its own device. The plan contains values computed from the
+        current weights, so plan again after loading new weights. layouts: (rows, columns) of crops per image; `plan`
+        also accepts tensors, and checks the layouts.
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
@@ -199,9 +199,9 @@ class Step3VisionEncoder(Tower):
         """Encode squares (B, C, S, S) as (B, M, D), or patch rows of images (N, C*P*P) as (M, D), with images in order.
 
         An image's rows are the patches of its crops in order, then those of the overview, each in row-major order. Its
-        embeddings have the same order. With patch rows, pass `layouts` to plan here, or the `metadata` of an earlier
-        `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match, and TypeError
-        if their dtype is not floating point.
+        embeddings have the same order. With patch rows, pass `layouts` to plan in this call, or the `metadata` of an
+        earlier `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match the
+        plan, and TypeError if their dtype is not floating point.
         """
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_squares(pixel_values, attention)
@@ -223,7 +223,7 @@ class Step3VisionEncoder(Tower):
         return torch.cat(embeds)[metadata.order]  # reorders all crops, then all overviews, into the order of the images
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
-        """Encode (B * n^2, C*P*P) rows of squares, (1 + n^2, E) positions, into (B, M, D); no value is read back."""
+        """Encode (B * n^2, C*P*P) rows of squares, with (1 + n^2, E) positions, into (B, M, D); read no value back."""
         backend = self.backend(attention, rows_NC.device)
         x_BTE = self.vision_model(rows_NC, position_embeds, backend)
         side = math.isqrt(len(position_embeds))
@@ -250,7 +250,7 @@ class Step3VisionEncoder(Tower):
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
-        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
+        """Build an encoder from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
         extra: sizes that a vision config lacks (see `Step3VisionConfig.from_hf`). attention: a backend of
         `refvl.attention`, or "auto" for the best one on the pixels' device.
@@ -273,7 +273,7 @@ class Step3VisionEncoder(Tower):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
+        """The blocks of the tower."""
         return self.vision_model.transformer["layers"].children()
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
@@ -293,7 +293,7 @@ class Step3VisionEncoder(Tower):
 
 
 class VisionTransformer(nn.Module):
-    """Embeddings followed by layers; the four class tokens are dropped."""
+    """The embeddings, followed by the layers; the four class tokens are dropped at the end."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -332,7 +332,7 @@ class VisionEmbeddings(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """x + LN(attn(x)), then x + LN(mlp(x)). The residual stream itself is never normalised."""
+    """A layer: x + LN(attn(x)), then x + LN(mlp(x)). The residual stream itself is never normalised."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -347,7 +347,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v; every token attends within its own square."""
+    """Attention with a fused QKV projection; each token attends only within its own square."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -361,7 +361,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """Linear - quick GELU (x * sigmoid(1.702 x), CLIP's) - Linear."""
+    """Linear - quick GELU (x * sigmoid(1.702 x), as in CLIP) - Linear."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -388,7 +388,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the positions of all first pieces, then of all second pieces; each concatenated item has two pieces."""
+    """Return the positions of all first pieces and of all second pieces; each concatenated item has two pieces."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

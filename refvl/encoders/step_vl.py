@@ -14,8 +14,9 @@
 
 The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but there is no class token.
 
-The released file rotates neighbouring dimensions (0 and 1, 2 and 3, ...). The file that transformers writes rotates
-halves (0 and K/2, ...), and so does this encoder. So when it loads a released file, it reorders the rows of q and k.
+The released file rotates neighbouring dimensions (0 and 1, 2 and 3, ...). Files written by transformers rotate the two
+halves (0 and K/2, ...), and so does this encoder. When the encoder loads a released file, it therefore reorders the
+rows of q and k.
 
 Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H heads, K head dimension.
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
@@ -58,7 +59,7 @@ RENAMED = {  # a regular expression for a name in the released file or transform
 
 @dataclass(frozen=True, slots=True)
 class StepVLVisionConfig(Step3VisionConfig):
-    """The sizes of the encoder, under transformers' names; the released file uses other names for three (`aliases`)."""
+    """The sizes of the encoder, under transformers' names; `aliases` maps three names of the released file."""
 
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
@@ -71,7 +72,7 @@ class StepVLVisionConfig(Step3VisionConfig):
         Step3VisionConfig.__post_init__(self)
         object.__setattr__(self, "intermediate_size", int(self.hidden_size * self.mlp_ratio))
         if self.head_dim % 4:
-            raise ValueError(f"hidden_size: heads must have a multiple of 4 dimensions, got {self.head_dim}")
+            raise ValueError(f"hidden_size: the head dimension must be a multiple of 4, got {self.head_dim}")
         for name in ("image_size", "crop_size"):
             if getattr(self, name) % (4 * self.patch_size):
                 raise ValueError(f"{name}: must be a multiple of four patches, got {getattr(self, name)} pixels")
@@ -103,9 +104,9 @@ class StepVLEncoder(Step3VisionEncoder):
         self.vit_large_projector = nn.Linear(4 * E, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
         self.crop_tokens = config.crop_tokens
-        self.image_side = config.patches_per_side(config.image_size)  # of an overview
+        self.image_side = config.patches_per_side(config.image_size)  # the patches along a side of an overview
         self.image_tokens = config.image_tokens
-        self.patch_values = config.patch_values  # C * P * P, in one row
+        self.patch_values = config.patch_values  # the number of values in a row, C * P * P
 
     def position_embeds(self, side: int) -> Tensor:
         """Return (side^2, E), the position table for squares of side x side patches."""
@@ -114,7 +115,7 @@ class StepVLEncoder(Step3VisionEncoder):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
+        """The blocks of the tower."""
         return self.vision_model.layers
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
@@ -122,7 +123,7 @@ class StepVLEncoder(Step3VisionEncoder):
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
+        """Load (checkpoint name, tensor) pairs strictly, under the released names or transformers' names.
 
         Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches (see `load_strict`).
         """
@@ -140,7 +141,7 @@ def pair_halves(
 ) -> Iterator[tuple[str, Tensor]]:
     """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1).
 
-    fused: a substring in the names of these tensors in the released file.
+    fused: the substring that identifies these tensors by name in the released file.
     """
     order = torch.arange(3 * heads * K).view(3, heads, K)
     order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
@@ -186,7 +187,7 @@ class PerceptionEncoder(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """x + lambda_1 * attn(LN(x)), then x + lambda_2 * mlp(LN(x))."""
+    """A pre-norm layer: x + lambda_1 * attn(LN(x)), then x + lambda_2 * mlp(LN(x))."""
 
     def __init__(self, config: StepVLVisionConfig):
         super().__init__()
@@ -204,7 +205,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention with fused q, k, v; queries and keys are rotated, and every patch attends within its own square."""
+    """Attention with a fused QKV projection and rotary q and k; each patch attends only within its own square."""
 
     def __init__(self, config: StepVLVisionConfig):
         super().__init__()

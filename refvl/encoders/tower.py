@@ -1,4 +1,4 @@
-"""The common base of all encoders: weights, input checks of `forward`, transfers of plans, and forwards in parts.
+"""The common base of all encoders: weight loading, input checks, plan transfers, and batches split over forwards.
 
 Each encoder has its own file. A config is a frozen dataclass derived from `TowerConfig`, and an encoder is a
 subclass of `Tower`.
@@ -23,13 +23,13 @@ MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forward passes,
 
 
 class Tower(nn.Module):
-    """Patch rows in, embeddings out.
+    """The base of all encoders: patch rows in, embeddings out.
 
-    Patch rows in, embeddings out: subclasses add the modules, `plan`, and the computation.
+    Subclasses add the modules, `plan` and the computation.
     """
 
     config_class: ClassVar[Any]
-    config: Any  # of config_class
+    config: Any  # an instance of config_class
     check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
     plan_checked: Any  # (layouts) -> the plan for layouts that are already checked, such as a processor's
 
@@ -41,22 +41,22 @@ class Tower(nn.Module):
         self.is_compiled = False  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
-        """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
+        """Let torch compile each block of the tower as a whole, for all sizes, when the block first runs.
 
         Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled
         code, so use a different backend. Do not set hooks on blocks, because each hook would also be compiled and would
         cause a new compilation.
         """
-        for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
+        for block in self.blocks:  # type: ignore[union-attr]  # every encoder has blocks
             block.compile(dynamic=True)
         self.is_compiled = True
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:
-        """Build from this tower's config, a transformers vision config, or the dict in `config.json`.
+        """Build an encoder from its own config, a transformers vision config, or the dict in `config.json`.
 
         attention: a backend of `refvl.attention`, or "auto" for the best one on the pixels' device.
-        extra: other arguments of the constructor.
+        extra: further arguments of the constructor.
         """
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
         return cls(config, attention=attention, **extra)
@@ -71,7 +71,7 @@ class Tower(nn.Module):
 
     @property
     def graph_attention(self) -> str:
-        """The backend for a capture: its shapes do not depend on the lengths of the segments."""
+        """A backend for graph capture: its shapes do not depend on the lengths of the segments."""
         return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.head_dim) else "masked"
 
     def backend(self, attention: str | None = None, device: torch.device | None = None) -> str:
@@ -82,8 +82,8 @@ class Tower(nn.Module):
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
         """Check and complete the inputs of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
 
-        If only `grid_thw` is passed, a plan is made from it. Raises ValueError if the rows do not match, and TypeError
-        if their dtype is not floating point.
+        If only `grid_thw` is passed, a plan is made from it. Raises ValueError if the rows do not match the plan, and
+        TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: pass exactly one of grid_thw and metadata")
@@ -107,8 +107,8 @@ class Tower(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        `rename` maps the names; q, k, v are fused or separate. Names that match `unused` are skipped and listed in
-        `skipped`. Raises one ValueError that lists all other mismatches (see `load_strict`).
+        `rename` maps the names; q, k and v may be fused or separate. Names that match `unused` are skipped and listed
+        in `skipped`. Raises one ValueError that lists all other mismatches (see `load_strict`).
         """
         self.skipped = []
         return load_strict(
@@ -122,7 +122,7 @@ class Tower(nn.Module):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shapes of parameters that differ from the module's: here, kernels are matrices."""
+        """Return the checkpoint shapes that differ from the module's, which stores convolution kernels as matrices."""
         return {}
 
     @property
@@ -132,13 +132,13 @@ class Tower(nn.Module):
 
 
 def to_device(plan: Any, device: torch.device) -> Any:
-    """Return a plan that was made on the CPU with every tensor in it on `device`."""
+    """Return a plan that was made on the CPU, with all of its tensors on `device`."""
     return plan if device.type == "cpu" else on_gpu.send_plan(plan, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerPlan:
-    """The items of each forward, the tokens of each item, and the encoder's plan of each forward."""
+    """The items of each forward, the tokens of each item, and the encoder's plan for each forward."""
 
     groups: list[list[int]]
     tokens: list[int]

@@ -31,11 +31,11 @@ class VisionEncoderInfo:
 
     image_size: int  # in pixels: the side of the square; for Pixtral, the limit of the longer side
     patch_size: int  # the side in pixels of the square that becomes one token
-    class_tokens: ClassVar[int] = 0  # before the patches
+    class_tokens: ClassVar[int] = 0  # the number of class tokens before the patches
 
     @classmethod
     def from_hf(cls, hf_config) -> Self:
-        """Build from the config of a whole model; the sizes are in its `vision_config`."""
+        """Build the info from a whole model's config; the sizes are in its `vision_config`."""
         vision = hf_config.vision_config
         image_size = check_positive_int(vision.image_size, "image_size")
         patch_size = check_positive_int(vision.patch_size, "patch_size")
@@ -88,7 +88,7 @@ class PixtralHFEncoderInfo(VisionEncoderInfo):
 
     def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
         ratio = max(image_width / self.image_size, image_height / self.image_size, 1.0)
-        width = max(1, int(image_width / ratio))  # a very thin image keeps a width of one pixel
+        width = max(1, int(image_width / ratio))  # a very thin image is at least one pixel wide
         height = max(1, int(image_height / ratio))
         return ceil(width / self.patch_size), ceil(height / self.patch_size)
 
@@ -116,7 +116,7 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the backend of `refvl.attention` for a tower; this module's logger reports the reason at level INFO.
+    """Return the backend of `refvl.attention` for a tower; log the reason at level INFO with this module's logger.
 
     Raises ValueError for a head_size below 1.
     """
@@ -151,7 +151,7 @@ def resolve_visual_encoder_outputs(
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
     max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index is the
-    second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1.
+    second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1 instead.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
     `select_layers`, for a tensor with `select_layers`, and for missing layers. A negative index beyond the loaded
@@ -169,7 +169,7 @@ def resolve_visual_encoder_outputs(
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
-        raise ValueError("max_possible_layers: must be given with select_layers, whose negative numbers count from it")
+        raise ValueError("max_possible_layers: expected the tower's depth with select_layers, got None")
     if isinstance(encoder_outputs, Tensor):
         raise ValueError("encoder_outputs: with select_layers, expected the list of all hidden states, got one tensor")
     if not select_layers:
@@ -185,8 +185,8 @@ def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_laye
     loaded = len(hidden_states) - 1
     index = layer if layer >= 0 else layer + max_possible_layers - loaded
     if not -len(hidden_states) <= index < len(hidden_states):
-        raise ValueError(f"select_layers: layer {layer} is not among {loaded} loaded of {max_possible_layers}")
+        raise ValueError(f"select_layers: expected one of {loaded} layers of {max_possible_layers}, got layer {layer}")
     if layer < 0 <= index:
-        beyond = f"layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones"
+        beyond = f"layer {layer} of {max_possible_layers} is beyond the {loaded} loaded layers"
         warnings.warn(f"select_layers: {beyond}; hidden state {index} is read instead", stacklevel=3)
     return check_shape(hidden_states[index], ("B", "N", "D"), f"encoder_outputs[{index}]")

@@ -26,15 +26,15 @@ def load_strict(
 
     rename: checkpoint name -> module name. fuse: e.g. ("q", "k", "v") lets `attn.q.weight`, `attn.k.weight`,
     `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the checkpoint shape of a convolution
-    kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start matches are
-    skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one ValueError that
-    lists missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit if its shape
-    differs, or if it contains nan or inf. It must not be quantised, float8, sparse, or on the meta device. The module
-    is then unchanged, because nothing is copied until everything fits.
+    kernel that the module stores as a matrix. skip: a regular expression; checkpoint names that match it at the start
+    are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one ValueError
+    that lists missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit if its shape
+    differs, or if it contains nan or inf. It must not be quantised, float8, sparse, or on the meta device. After an
+    error, the module is unchanged, because nothing is copied until everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
-        raise ValueError(f"{type(module).__name__}: is on the meta device; give it memory first (`to_empty`)")
+        raise ValueError(f"{type(module).__name__}: expected memory, got the meta device; call `to_empty` first")
     targets, owners = _targets(stored, fuse)
     left_out = [] if skipped is None else skipped
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
@@ -95,7 +95,7 @@ def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) pairs of `weights`.
 
-    Raise TypeError for a dict (pass its `items()`) or for other values.
+    Raise TypeError for a dict (pass its `items()`), or for values that are not pairs.
     """
     if isinstance(weights, Mapping) or not isinstance(weights, Iterable):
         kind = type(weights).__name__
@@ -117,7 +117,7 @@ def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str
     # quantised integers and float8 have no meaning without their scale, so a cast would give incorrect values
     wanted = FLOATS if target.is_floating_point() else (target.dtype,)
     if tensor.dtype not in wanted:
-        return f"holds {tensor.dtype}, expected {target.dtype}"
+        return f"has dtype {tensor.dtype}, expected {target.dtype}"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}, expected a dense tensor"
     return None

@@ -5,18 +5,18 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from refvl.language.model import CausalTextModel
 
 
-# the layers after the last one predict several tokens at once; refvl skips them, as transformers does
+# the multi-token-prediction layers at the end are skipped, as in transformers
 class Glm4vMoeTextModel(CausalTextModel):
-    """GLM-4.5V and GLM-4.6V."""
+    """The text model of GLM-4.5V and GLM-4.6V."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.(46|92)\."]  # noqa: RUF012
 
 
 class GlmOcrTextModel(CausalTextModel):
-    """GLM-OCR."""
+    """The text model of GLM-OCR."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
-# the checkpoint has one tensor per expert, the model one for all; transformers maps them only for the whole model
+# one tensor per expert in checkpoints, one for all in the model; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from refvl.checkpoints import raise_for_weights, weight_headers
 from refvl.language.model import CausalTextModel
 
-# checkpoint name -> wrapper name, as regular expressions: as saved since transformers 4.52, and by vLLM
+# regular expressions for checkpoint names (of transformers 4.52 or later, and of vLLM) -> the wrapper's names
 KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
@@ -45,11 +45,11 @@ def load_language_model(
     """Load the text part of the checkpoint in `folder`, strictly.
 
     kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) are passed to transformers'
-    `from_pretrained`; those that place the weights override `device`. On CUDA, weights are loaded directly to the GPU
+    `from_pretrained`; those that place the weights override `device`. On CUDA, weights are loaded directly onto the GPU
     if accelerate is installed, otherwise through host memory. Raises ValueError, listing the weights, if some are
-    missing or unexpected, have a different shape, or contain nan or inf. Weights that are not plain floats are also
-    refused unless a `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers before
-    memory is allocated.
+    missing or unexpected, have a different shape, or contain nan or inf. Weights that are not plain floats also raise
+    this error, unless a `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers
+    before memory is allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
@@ -99,7 +99,7 @@ def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Return whether transformers knows a quantised checkpoint's method; it silently ignores unknown methods."""
+    """Return whether transformers supports the checkpoint's quantisation method; it silently ignores unknown ones."""
     method = getattr(text_config, "quantization_config", None)
     return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 
@@ -109,7 +109,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
     ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
     stored = {name: header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
     no_floats = [f"{name} is {header.dtype}" for name, header in stored.items() if header.dtype not in FLOAT_DTYPES]
-    raise_for_weights(folder, PART, {"no plain floats": sorted(no_floats)})
+    raise_for_weights(folder, PART, {"not plain floats": sorted(no_floats)})
     with torch.device("meta"):
         wanted = model_class._from_config(copy.deepcopy(text_config))
     values = sum(weight.numel() for weight in wanted.parameters())
@@ -119,7 +119,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Check the smallest and the largest value, in one pass and without a copy; nan makes both nan."""
+    """Return whether the smallest and largest values are finite, from one pass without a copy; nan makes both nan."""
     packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's weights have parts
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # the weight is on disk, or quantised
@@ -148,7 +148,7 @@ def random_language_model(
     model_class: type[CausalTextModel] = CausalTextModel,
     **kwargs,
 ) -> CausalTextModel:
-    """Build the same model with random weights at full size; on `meta` it needs no memory."""
+    """Build the text model at full size with random weights; on `meta`, it needs no memory."""
     built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # random values are the same on every device
     with torch.device(built_on), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

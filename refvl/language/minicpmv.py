@@ -1,8 +1,8 @@
 """MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
-The released files name their own config class in `auto_map`. It is code next to the weights, and refvl never runs it.
-`MiniCPMVConfig` reads the same keys. It provides the text model's part as the transformers config of its architecture,
-which `refvl.families` selects:
+The released files name their own config class in `auto_map`. That class is code stored next to the weights; refvl never
+runs it. `MiniCPMVConfig` reads the same keys. It provides the text model's settings as a transformers config, whose
+class `refvl.families` selects:
 
     version   text model             config of transformers
     2.0       MiniCPM                Granite, whose multipliers express MiniCPM's scaling
@@ -26,7 +26,7 @@ TEXT_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
     "attention_bias", "attention_dropout", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings",
-    "scale_emb", "scale_depth", "dim_model_base",  # MiniCPM's own
+    "scale_emb", "scale_depth", "dim_model_base",  # MiniCPM's own keys
 )  # fmt: skip
 
 
@@ -41,10 +41,10 @@ class MiniCPMVConfig(PretrainedConfig):
         text_config_class: the config class of the version's text model.
         """
         values = {"tie_word_embeddings": False} | values
-        if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` returns both
+        if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` adds text_config
             values["rope_parameters"] = text_config.get("rope_parameters")
         text_config = read_text_config(values, text_config_class)
-        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has these
+        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # they are in text_config
         super().__init__(**(values | {"text_config": text_config}))
 
 
@@ -60,7 +60,7 @@ def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values
 
     The scales are scale_emb for embeddings, scale_depth / sqrt(layers) for each layer's residual update, and
     dim_model_base / hidden_size for logits. Granite scales all embeddings, but MiniCPM-V does not scale image
-    embeddings. So the embedding layer applies this one factor (`MiniCPMTextModel`).
+    embeddings. The embedding layer therefore applies that factor (`MiniCPMTextModel`).
     """
     hidden = values["hidden_size"]
     return GraniteConfig(
@@ -80,12 +80,12 @@ class ScaledEmbedding(nn.Embedding):
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed (..., ) ids as (..., D)."""
+        """Embed ids of any shape (...) as (..., D)."""
         return super().forward(input_ids) * self.scale
 
 
 class MiniCPMVTextModel(SequentialTextModel):
-    """MiniCPM-V 2.5 to 4.5: the checkpoint keeps text weights under `llm.`, next to vision and, if omni, speech."""
+    """MiniCPM-V 2.5 to 4.5: checkpoints store text weights under `llm.`, next to vision and, in omni models, speech."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
 
@@ -101,7 +101,7 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.post_init()
 
     def forward(self, *args, attention_mask=None, **kwargs) -> CausalLMOutputWithPast:
-        """Run the model and divide its logits by hidden_size / dim_model_base; this affects sampling, not greedy."""
+        """Run the model and divide its logits by hidden_size / dim_model_base; this affects only sampling."""
         outputs = super().forward(*args, **kwargs | {"attention_mask": attention_mask})
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

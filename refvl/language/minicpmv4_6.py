@@ -13,7 +13,7 @@ VISION = r"^(model\.)?(vision_tower|merger)\."  # a regular expression for the t
 
 
 class MiniCPMV4_6TextModel(Qwen3_5TextModel):
-    """MiniCPM-V 4.6: positions count every token, including media tokens."""
+    """MiniCPM-V 4.6: positions are the token indices, including those of media tokens."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"^mtp\."]  # noqa: RUF012
 

@@ -1,8 +1,8 @@
 """The text model: from embeddings and positions to tokens.
 
-The language model is transformers' own (`AutoModel` of the checkpoint's text config). So is generation: the KV cache,
-sampling and streaming. refvl adds what a vision-language model needs around it: a wrapper without a vision tower. It
-accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
+The language model is transformers' own (`AutoModel` of the checkpoint's text config). Generation is also transformers':
+the KV cache, sampling and streaming. refvl adds a wrapper without a vision tower. It accepts embeddings instead of ids,
+and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         """Return the M-RoPE positions of a prompt with media at `spans`, (3, L) int64."""
         return mrope_positions(len(ids_L), spans)
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
+    def prepare_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
         self,
         input_ids: Tensor,
         attention_mask=None,
@@ -66,10 +66,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         deepstack_embeds=None,
         **kwargs,
     ) -> dict[str, Any]:
-        """Drop the prompt's DeepStack features in decode steps; transformers would pass them there, too.
+        """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
-        transformers inspects the argument names to find out what a model accepts. Cached tokens do not run through the
-        model again; without this, transformers' assisted decoding would run the prompt twice.
+        transformers inspects the argument names to find out what a model accepts. This method also keeps cached tokens
+        from running again; otherwise, transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:
@@ -80,7 +80,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
             inputs["deepstack_embeds"] = deepstack_embeds
         return inputs
 
-    def _expand_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
+    def _expand_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
         self, expand_size: int = 1, position_ids: Tensor | None = None, **kwargs
     ) -> tuple[Tensor, dict[str, Any]]:
         """Expand positions for beams along the prompts' axis; transformers 5.17 repeats them along the first axis."""
@@ -124,7 +124,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
 
 class SequentialTextModel(CausalTextModel):
-    """A text model whose positions count every token, including media tokens: the three axes are equal."""
+    """A text model whose positions are the token indices, also for media tokens: the three axes are equal."""
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """Return 0, 1, 2, ... on every axis, (3, L) int64."""
@@ -136,10 +136,10 @@ class SequentialTextModel(CausalTextModel):
 
 
 class TokenTimer(BaseStreamer):
-    """A record of token times: transformers calls `put` with the prompt at first, then for every new token."""
+    """A streamer that records token times: transformers calls `put` first with the prompt, then with each new token."""
 
     def __init__(self, device: torch.device | None, listener: BaseStreamer | None = None):
-        """listener: a streamer that receives the same calls."""
+        """Create a timer. listener: a streamer that receives the same calls."""
         self.device = device
         self.listener = listener
         self.times: list[float] = []
@@ -172,9 +172,9 @@ def generate(
     input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L) int64; decode steps
     continue at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left
     padding.
-    options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy. They include
-    the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds` (B, L, W -
-    D; see `row_width`); or else the `past_key_values` of all tokens except the last.
+    options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy decoding. They
+    include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds`
+    (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options

@@ -9,16 +9,16 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from refvl.language.model import CausalTextModel
 
-READ_AGAIN = 32  # re-read at most this many accepted tokens with new drafts; a longer list gets its own forward
+READ_AGAIN = 32  # at most this many accepted tokens are re-read with new drafts; more get their own forward
 
 
 class RewindingCache(DynamicCache):
     """A cache that can remove drafted tokens from linear-attention layers.
 
     Such a layer has one recurrent state for all tokens that it has read. transformers 5.17 to 5.23 crop keys, values
-    and convolution states, but not the recurrent state, which then includes rejected drafts. Here every state is copied
-    before each forward. `crop` returns to the last copy that contains no rejected token, and the accepted tokens after
-    that copy are re-read.
+    and convolution states, but not the recurrent state, which then includes rejected drafts. This cache copies every
+    state before each forward. `crop` returns to the last copy that contains no rejected token, and the accepted tokens
+    after that copy are re-read.
     """
 
     copies: list[tuple[int, dict[int, Any]]] | None = None  # (tokens, linear layers' states) before each forward
@@ -36,7 +36,7 @@ class RewindingCache(DynamicCache):
             self.copies.append((self.get_seq_length(), linear))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove at least the last tokens; tokens_to_remove: the negative of their number, as in transformers."""
+        """Remove the last tokens, possibly more. tokens_to_remove: minus their number, as in transformers."""
         total, self.behind = self.get_seq_length(), 0
         if tokens_to_remove:
             wanted = total - abs(tokens_to_remove)
@@ -52,7 +52,7 @@ class RewindingCache(DynamicCache):
 
 
 class Qwen3_5TextModel(CausalTextModel):
-    """A dense or MoE model; the layer that predicts several tokens at once is skipped, as in transformers."""
+    """A dense or MoE model; the multi-token-prediction layer is skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"^mtp\."]  # noqa: RUF012
     cache_class = RewindingCache

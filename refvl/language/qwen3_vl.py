@@ -6,11 +6,11 @@ from refvl.language.model import CausalTextModel
 
 
 class Qwen3VLTextModel(CausalTextModel):
-    """Dense or MoE. Each of the first layers adds the features of an earlier block of the tower (DeepStack)."""
+    """A dense or MoE model; each of its first layers adds the features of an earlier tower block (DeepStack)."""
 
     @property
     def row_width(self) -> int:
-        """D * (1 + k)."""
+        """D * (1 + k): the width of an embedding and its k DeepStack features."""
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
     def forward(self, *args, attention_mask=None, deepstack_embeds=None, **kwargs):
@@ -25,7 +25,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return super().forward(*args, **kwargs | {"attention_mask": attention_mask})
 
 
-# the released experts are transposed and in one tensor; transformers maps them only for the whole model
+# the released experts are one transposed tensor; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping(
     "qwen3_vl_moe_text", get_checkpoint_conversion_mapping("qwen3_vl_moe"), overwrite=True
 )

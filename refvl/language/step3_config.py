@@ -25,7 +25,7 @@ class Step3TextConfig(PretrainedConfig):
 
     vocab_size: int = 128815
     hidden_size: int = 7168
-    intermediate_size: int = 18432  # of a dense layer
+    intermediate_size: int = 18432  # the width of a dense layer's MLP
     num_hidden_layers: int = 61
     num_attention_heads: int = 64
     num_attention_groups: int = 1  # the number of key-value heads; MFA has one
@@ -48,7 +48,7 @@ class Step3TextConfig(PretrainedConfig):
 
     @property
     def moe_layers(self) -> frozenset[int]:
-        """The indices of the MoE layers; without `moe_layers_enum` all but the first, as upstream."""
+        """The indices of the MoE layers; without `moe_layers_enum`, all except the first, as in upstream."""
         if self.moe_layers_enum is None:
             return frozenset(range(1, self.num_hidden_layers))
         listed = self.moe_layers_enum
@@ -56,7 +56,7 @@ class Step3TextConfig(PretrainedConfig):
         try:
             return frozenset(int(n) for n in numbers if str(n).strip())
         except (ValueError, TypeError):
-            raise ValueError(f"moe_layers_enum: expected numbers of layers, got {printable(repr(listed))}") from None
+            raise ValueError(f"moe_layers_enum: expected layer indices, got {printable(repr(listed))}") from None
 
 
 class Step3VisionEncoderConfig(PretrainedConfig):
@@ -73,14 +73,14 @@ class Step3VisionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints change them
+    crop_size: int = 504  # this and max_side are constants in the released code; small checkpoints change them
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
 
 
 class Step3VLConfig(PretrainedConfig):
-    """The whole config.json."""
+    """The whole config.json of Step3."""
 
     model_type = "step3_vl"
     sub_configs = {"vision_config": Step3VisionEncoderConfig, "text_config": Step3TextConfig}  # noqa: RUF012
@@ -109,9 +109,9 @@ def check_config(config: Step3TextConfig) -> None:
     if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
         raise ValueError(f"moe_router_activation: expected 'softmax', got {router!r}")
     if unknown := sorted(n for n in config.moe_layers if not 0 <= n < config.num_hidden_layers):
-        raise ValueError(f"moe_layers_enum: expected some of the {config.num_hidden_layers} layers, got {unknown}")
+        raise ValueError(f"moe_layers_enum: expected indices of the {config.num_hidden_layers} layers, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:
-        raise ValueError(f"moe_top_k: expected at most all experts, got {config.moe_top_k} of {config.moe_num_experts}")
+        raise ValueError(f"moe_top_k: expected at most {config.moe_num_experts}, all experts, got {config.moe_top_k}")
 
 
 for _config in (Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig):

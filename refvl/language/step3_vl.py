@@ -7,12 +7,12 @@
       -> RMSNorm -> (B, L, D)
 
 In multi-matrix factorisation attention (MFA, arXiv 2412.19255), 64 query heads of width 256 share one key-value head.
-So the cache has only two vectors of 256 values per token and layer. The query of that width is low-rank: 7168 -> 2048
+So the cache has only two vectors of 256 values per token and layer. The query projection is low-rank: 7168 -> 2048
 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
 
-The cache, masks, attention kernels and generation are those of transformers; refvl/language/model.py puts the head on
-top. Shapes: B prompts, L tokens, D hidden, H heads, K head dimension, R rank of the query, T = B * L tokens, E experts,
-C = T * top_k rows for experts. Upstream: vLLM's `Step3TextModel`.
+The cache, masks, attention kernels and generation are those of transformers; refvl/language/model.py adds the output
+head. Shapes: B prompts, L tokens, D hidden, H heads, K head dimension, R rank of the query, T = B * L tokens, E
+experts, C = T * top_k rows for experts. Upstream: vLLM's `Step3TextModel`.
 """
 
 import torch
@@ -163,7 +163,7 @@ class Step3TextAttention(nn.Module):
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
-        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # one pass for both needs half the kernels
+        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # one pass for both halves the kernels
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
         if past_key_values is not None:  # from here on, L of keys and values includes cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)
@@ -173,9 +173,9 @@ class Step3TextAttention(nn.Module):
 
 
 class Step3TextMoE(nn.Module):
-    """A softmax over all experts; the outputs of the best `moe_top_k` are summed, weighted by their probabilities.
+    """A mixture of experts: the outputs of the best `moe_top_k` experts, weighted by a softmax over all experts.
 
-    These weights sum to less than one; `norm_expert_weight` divides them by their sum.
+    The selected weights sum to less than one; `norm_expert_weight` divides them by their sum.
     """
 
     def __init__(self, config: Step3TextConfig):
@@ -196,7 +196,7 @@ class Step3TextMoE(nn.Module):
         return weights.to(x_TD.dtype), chosen
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Run the experts on C = T * top_k rows, sorted so each expert reads its rows as one contiguous block."""
+        """Run the experts on C = T * top_k rows, sorted so that each expert reads its rows as one contiguous block."""
         x_TD = x_BLD.flatten(0, -2)
         weights, chosen = self.route(x_TD)
         experts_C, order = chosen.flatten().sort(stable=True)
@@ -229,7 +229,7 @@ class ExpertLinear(nn.Module):
 
 
 class Step3TextMLP(nn.Module):
-    """A SwiGLU block, used in a dense layer and as the expert for every token."""
+    """A SwiGLU block, used in dense layers and as the shared expert for every token."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

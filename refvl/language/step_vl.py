@@ -27,7 +27,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints change them
+    crop_size: int = 504  # this and max_side are constants in the released code; small checkpoints change them
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
@@ -57,13 +57,13 @@ AutoConfig.register(StepVLConfig.model_type, StepVLConfig, exist_ok=True)
 
 
 class StepVLTextModel(SequentialTextModel):
-    """Step3-VL-10B: Qwen3."""
+    """The text model of Step3-VL-10B: Qwen3."""
 
     _keys_to_ignore_on_load_unexpected = [VISION]  # noqa: RUF012
 
 
 class Step37TextModel(SequentialTextModel):
-    """Step-3.7; the layers after the last one predict several tokens and are skipped, as in transformers."""
+    """Step-3.7's text model; the multi-token-prediction layers are skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"layers\.(45|46|47)\."]  # noqa: RUF012
 

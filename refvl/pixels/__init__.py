@@ -1,4 +1,4 @@
 """From files and arrays to patch rows: decoding, and each family's way of cutting images.
 
-Imports no model code.
+This package imports no model code.
 """

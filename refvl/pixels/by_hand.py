@@ -24,7 +24,7 @@ from refvl.pixels.patches import PatchConfig, cut_rows, fit_budget, levels_of_fr
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
-    """Return the (height, width) to resize to: multiples of `factor`, area within the budget, ratio nearly unchanged.
+    """Return the (height, width) to resize to: multiples of `factor` within the pixel budget, at nearly the same ratio.
 
     Larger images are rounded down and smaller ones up, so the area stays within the budget. A thin image may exceed
     max_pixels, because no side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200.

@@ -1,8 +1,8 @@
 """Video files whose header, packets and frames disagree, or whose frame rate varies.
 
-`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header declares more frames
-than exist, if there are fewer than two frames, or if the rate varies. It also calls it if packets contain no frame, or
-if the file has a display matrix. This file also lists the formats that may be opened.
+`refvl.pixels.media` lists the packets of a file and decodes it. It calls this module if the header declares more frames
+than exist, if there are fewer than two frames, or if the rate varies. Packets without a frame and files with a display
+matrix are also handled here. The module also lists the formats that may be opened.
 """
 
 import warnings
@@ -21,9 +21,9 @@ FORMATS = (  # FFmpeg's names of formats that contain their own frames; playlist
     "nut", "rm", "dv", "wtv", "swf", "yuv4mpegpipe", "dirac", "dnxhd", "cavsvideo", "flic", "gif", "apng",
     "ico", "fits", "bmp_pipe", "exr_pipe", "gif_pipe", "j2k_pipe", "jpeg_pipe", "jpegxl_pipe", "pam_pipe", "pbm_pipe",
     "pcx_pipe", "pgm_pipe", "png_pipe", "ppm_pipe", "psd_pipe", "qoi_pipe", "sgi_pipe", "tiff_pipe", "webp_pipe",
-    "wav", "mp3", "aac", "flac",  # images and sounds are opened only to give a clear error message
+    "wav", "mp3", "aac", "flac",  # images and audio are opened only to give a clear error message
 )  # fmt: skip
-OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # of `av.open`
+OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # for `av.open`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Listing:
     rate: float  # frames per second; the average if it varies
     tick: float  # the unit of the file's clock, in seconds
     start: int | None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
-    is_counted: bool  # whether the header contains the number of frames, so a missing one is an error
+    is_counted: bool  # whether the header contains the number of frames, so a missing frame is an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +46,10 @@ class Packets:
     is_timed: bool  # False if the container has no times, or has invented ones
 
     def seconds(self, tick: float) -> float:
-        """Return the seconds from the first frame to the end of the last, or 0 if unknown; tick: the seconds of a tick.
+        """Return the seconds from the start of the first frame to the end of the last, or 0 if unknown.
 
-        If the last frame has no length, the mean length of the other frames is used.
+        tick: the length of a tick in seconds. If the last frame has no length, the mean length of the other frames is
+        used.
         """
         if not self.is_timed:
             return 0.0
@@ -62,7 +63,7 @@ def not_a_video(name: str, error: Exception) -> ValueError:
     import av
 
     if isinstance(error, av.error.ArgumentError):
-        return ValueError(f"video: {name} is damaged, or of a format that is not read; playlists of files are not read")
+        return ValueError(f"video: {name} is damaged or has an unsupported format; playlists are not supported")
     return ValueError(f"video: {name} is truncated or not a video ({printable(error)})")
 
 
@@ -70,8 +71,8 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
 
     side_data: 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset are
-    not applied. Raises ValueError for an angle that is more than one degree from a quarter turn. FFmpeg's programs do
-    the same with their transpose, hflip and vflip filters.
+    not applied. Raises ValueError for an angle that is more than one degree away from a quarter turn. FFmpeg's programs
+    do the same with their transpose, hflip and vflip filters.
     """
     (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
     is_turned = abs(b) + abs(c) > abs(a) + abs(d)
@@ -98,19 +99,19 @@ def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
     if not seconds:
         raise ValueError(f"video: {name} has no frame rate in its header or packets")
     if "mp4" in container.format.name and stream.duration:
-        seconds = stream.duration * tick  # here a packet lasts until the next one is decoded, not shown
+        seconds = stream.duration * tick  # packet lengths follow the order of decoding, not of display
     return Listing(total, total / seconds, tick, int(packets.starts.min()), stream.frames > 0)
 
 
 def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
-    """List the frames again after fewer were decoded than listed, because some packets contain no frame of their own.
+    """List the frames again if fewer were decoded than listed, because some packets contain no frame of their own.
 
     Raises ValueError if nothing was decoded, or if the header counts the frames, because then the file is truncated.
     """
     if not decoded:
         raise ValueError(f"video: {name} has no frames that can be decoded")
     if listing.is_counted:
-        raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
+        raise ValueError(f"video: {name} is truncated: only {decoded} of {listing.total} frames can be decoded")
     scale = 1.0 if listing.start is None else decoded / listing.total  # the duration is the same for fewer frames
     return replace(listing, total=decoded, rate=listing.rate * scale)
 
@@ -132,7 +133,7 @@ def refuse_still_image(path: str, name: str, frames: int) -> None:
 
 
 def check_complete(container, packets: Packets, name: str) -> None:
-    """Raise ValueError, or warn, if a file's header promises more frames than its packets contain."""
+    """Raise ValueError, or warn, if a file's header declares more frames than its packets contain."""
     stream = container.streams.video[0]
     frames = len(packets.starts)
     rate = float(stream.average_rate or stream.guessed_rate or 0)
@@ -143,7 +144,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:
             raise ValueError(
-                f"video: {name} is truncated: its header promises {promised:.2f} s, there are {seconds:.2f} s, "
+                f"video: {name} is truncated: its header declares {promised:.2f} s, its packets {seconds:.2f} s, "
                 f"{frames} frame(s)"
             )
     if container.format.name in ("matroska,webm", "flv"):
@@ -151,7 +152,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
         seconds = _end_of_all_streams(container.name)
         if promised > 1.1 * seconds:
             warnings.warn(
-                f"video: {name} seems truncated: its header promises {promised:.2f} s, there are {seconds:.2f} s, "
+                f"video: {name} seems truncated: its header declares {promised:.2f} s, its packets {seconds:.2f} s, "
                 f"{frames} frame(s), which are read",
                 stacklevel=5,
             )

@@ -123,7 +123,7 @@ class CropPlan:
     """
 
     padded: tuple[int, int]
-    resized: tuple[int, int]  # the size of the source of the overview
+    resized: tuple[int, int]  # the size of the image that becomes the overview
     window: int  # the side of the windows on the canvas; 0 if there are none
     canvas: tuple[int, int]  # the size of the image that the windows are cut from
     layout: CropLayout
@@ -132,7 +132,7 @@ class CropPlan:
     def boxes(self) -> list[tuple[int, int, int, int]]:
         """(left, top, right, bottom) of each window on the canvas, row by row.
 
-        Windows may extend beyond a low canvas.
+        Windows may extend beyond a canvas that is lower than a window.
         """
         side, (rows, columns) = self.window, self.layout
         return [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(columns)]
@@ -141,7 +141,7 @@ class CropPlan:
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
     """Normalise the (rows, columns) of crops, one pair per image; (0, 0) means no crops.
 
-    A sequence or a tensor (images, 2).
+    layouts: a sequence, or a tensor (images, 2).
 
     Raises TypeError for the wrong type, and ValueError for negative numbers or for rows without columns.
     """
@@ -172,7 +172,7 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 
 
 def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
-    """Plan the crops of a checked size. Sizes are truncated in floating point, as upstream does."""
+    """Plan the crops of a checked size. Sizes are truncated in floating point, as in upstream."""
     long, short = max(width, height), min(width, height)
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
@@ -206,7 +206,7 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 def count_windows(side: int, window: int) -> int:
     """Count the windows along a side: all whole windows, plus one for a large remainder, and at least one.
 
-    The remainder is compared in floating point, as upstream does: 330 / 150 leaves slightly more than 0.2, so there is
+    The remainder is compared in floating point, as in upstream: 330 / 150 leaves slightly more than 0.2, so there is
     one window more than exact arithmetic gives. Prompts then agree with those in the training data.
     """
     whole = side // window

@@ -4,7 +4,7 @@ from functools import cache
 
 from PIL import Image, ImageFile
 
-_NEVER_DECODED = {"EPS", "MPEG"}  # Ghostscript draws EPS; Pillow reads only the size of an MPEG file
+_NEVER_DECODED = {"EPS", "MPEG"}  # Ghostscript renders EPS; Pillow reads only the size of an MPEG file
 
 
 @cache
@@ -22,6 +22,6 @@ def image_suffixes() -> frozenset[str]:
     """Return the suffixes, such as ".png", of the files that `load_image` reads.
 
     Some of Pillow's formats are excluded. Stubs (BUFR, GRIB, HDF5, WMF) need a handler from another package. EPS needs
-    another program to draw it. Pillow reads only the size of an MPEG file.
+    an external program for rendering. Pillow reads only the size of an MPEG file.
     """
     return frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in readable_formats())

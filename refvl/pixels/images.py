@@ -36,7 +36,7 @@ class MediaLimits:
     """
 
     max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
-    max_video_bytes: int = 2**31  # the bytes of a video's frames that are kept, 3 per pixel
+    max_video_bytes: int = 2**31  # the bytes of the frames kept from a video, 3 per pixel
 
     def __post_init__(self):
         check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
@@ -91,7 +91,7 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
     pixels = image.width * image.height
     if pixels <= 1:
         raise refusals.nothing_to_see(f"image: {name}", image.width, image.height)
-    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # images in memory are decoded
+    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # only files are limited
         raise refusals.too_many_pixels(f"image: {name}", image.width, image.height, limits.max_image_pixels)
     try:
         image.load()

@@ -22,7 +22,7 @@ def channels_last(source) -> np.ndarray:
 
 
 def grey_levels(image: Image.Image, name: str) -> np.ndarray:
-    """Return mode "I" as 8 or 16 bits, by the rule of `load_image`; other wide modes keep their dtype.
+    """Return an image in mode "I" as 8-bit or 16-bit values (see `load_image`); other wide modes keep their dtype.
 
     The grey level that a PNG file marks as transparent becomes white.
     """

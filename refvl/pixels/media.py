@@ -1,10 +1,10 @@
-"""Videos, from disk or memory, to sampled frames; images are in `refvl.pixels.images`.
+"""Load videos from disk or memory as sampled frames; images are loaded in `refvl.pixels.images`.
 
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
 PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are sampled, when each frame is
-shown, and how much may be decoded (`MediaLimits`). The path of a file:
+shown, and how much may be decoded (`MediaLimits`). The steps for a file:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
 
@@ -34,7 +34,7 @@ from refvl.pixels.spill import frames_on_disk
 from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # in bytes; a larger array of a video's frames is kept in a temporary file
+FRAMES_IN_MEMORY = 2**24  # in bytes; a larger array of frames is kept in a temporary file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
@@ -72,9 +72,9 @@ def sample_frame_indices(
 
     The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
     (num_frames is rounded to the nearest multiple). Frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. There, some lengths give one index past the
-    end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video shorter than
-    temporal_patch_size, which raises an error there, keeps its frames.
+    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. In transformers, some lengths give one index
+    past the end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video
+    shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
 
     Raises ValueError if both fps and num_frames are given, if more frames are requested than exist, or if there are
     more than `MAX_FRAMES`. Raises TypeError if a limit is not an integer.
@@ -90,7 +90,7 @@ def sample_frame_indices(
         if fps is not None:
             raise ValueError(f"fps, num_frames: expected one of them, got fps={fps} and num_frames={num_frames}")
         if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
-            raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
+            raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:
         fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")
@@ -119,8 +119,9 @@ def load_video(
     may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
     `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps` per second (default 2), unless
     source_fps sets their recorded rate or num_frames sets the number to sample. For a file, source_fps overrides its
-    times. sample: a different sampling rule for a file, from (total_num_frames, source_fps) to increasing indices.
-    limits: the limits on decoding. Memory grows with the frames that are kept and not with the length of the video.
+    times. sample: a function that replaces the sampling rule for a file; it maps (total_num_frames, source_fps) to
+    increasing indices. limits: the limits on decoding. Memory grows with the frames that are kept and not with the
+    length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
     header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
@@ -128,7 +129,7 @@ def load_video(
     applied (transformers' PyAV reader ignores it).
 
     A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
-    WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
+    WebM, FLV) are read to their end, with a warning if the header declares at least 10 % more.
 
     Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL
     or for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`,
@@ -163,7 +164,7 @@ def _read_clip(
         raise refusals.not_a_file(source, "video")
     if not refusals.PLAIN.fullmatch(name):
         name = printable(name)
-    # absolute, because FFmpeg reads text before a colon as a protocol; titles may be in any encoding
+    # an absolute path, because FFmpeg reads text before a colon as a protocol; titles may be in any encoding
     open_clip = partial(av.open, str(Path(source).absolute()), **containers.OPENING)
     try:
         with open_clip() as container:
@@ -213,7 +214,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     tick = float(stream.time_base)
     end = (packets.starts + packets.lengths).max() * tick
-    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:  # the header promises more
+    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:  # the header declares more
         containers.check_complete(container, packets, name)
     if rate and (not is_timed or _is_steady(np.sort(packets.starts), rate, tick)):
         return Listing(total, rate, tick, None, stream.frames > 0)

@@ -1,4 +1,4 @@
-"""Kimi K2.5's pixels: large images are scaled down, small ones keep their size, and black fills the last tokens.
+"""Kimi K2.5's pixels: large images are scaled down, small ones keep their size, and black fills incomplete tokens.
 
     image (H, W)  or  frames (T, H, W, 3) uint8
        | resize    only down, to any size within a maximum of patches in total and per side     torch, bicubic
@@ -26,8 +26,8 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 class PaddedPatchConfig(PatchConfig):
     """The rule that turns pixels into patch rows; `max_pixels` is `max_patches` in the files times the area of a patch.
 
-    Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor counts a
-    video's tokens, not this class.
+    Each row contains one frame. In the encoder, `chunk_frames` frames share their tokens, so the processor, not this
+    class, counts a video's tokens.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 4096 * 14**2}
@@ -38,12 +38,12 @@ class PaddedPatchConfig(PatchConfig):
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     max_side: int = 512  # in patches; `size.max_height` in the files
-    chunk_frames: int = 4  # `temporal_patch_size` of the files
+    chunk_frames: int = 4  # `temporal_patch_size` in the files
 
     def __post_init__(self):
         PatchConfig.__post_init__(self)
         if self.min_pixels != 1:
-            raise ValueError(f"min_pixels: this preprocessing never enlarges an image, got {self.min_pixels}")
+            raise ValueError(f"min_pixels: expected 1, because images are never enlarged, got {self.min_pixels}")
 
     @classmethod
     def from_dict(cls, values: dict, kind: str = "image") -> Self:

@@ -13,12 +13,12 @@ from refvl.pixels.patches import MAX_ASPECT_RATIO, PatchConfig
 class Glm4vPatchConfig(PatchConfig):
     """GLM's rule: budgets are areas over all frames; an image counts as `temporal_patch_size` frames."""
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it counts all frames
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # for all frames together
 
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # in seconds; GLM-4.1V gives a longer video no more frames than this
+    max_duration: float = 300.0  # in seconds; for GLM-4.1V, longer videos get no more frames than this
 
     @property
     def max_image_tokens(self) -> int:
@@ -116,12 +116,11 @@ def smart_resize_video(
     min_pixels: int = 112 * 112,
     max_pixels: int = 28 * 28 * 2 * 6144,
 ) -> tuple[int, int]:
-    """Return GLM's `smart_resize`: budgets count the pixels of all frames, and tiny images are enlarged first.
+    """Return the (height, width) by GLM's `smart_resize`: budgets count all frames; tiny images are enlarged first.
 
     num_frames: the frames of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per grid
     step; the budgets count whole steps. Raises ValueError if num_frames is smaller than temporal_factor, and for an
-    aspect ratio above
-    200. Upstream: `smart_resize` of GLM-4.1V (transformers).
+    aspect ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
     ((476, 644), (84, 140))
@@ -137,10 +136,10 @@ def smart_resize_video(
 def fit_clip(
     num_frames: int, height: int, width: int, temporal_factor: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Compute `smart_resize_video` for sizes that are already checked and at least temporal_factor frames.
+    """Do the work of `smart_resize_video`, for checked sizes and at least temporal_factor frames.
 
-    This function uses different areas from `fit_budget`. It compares the budget with the area of all frames, rounded up
-    to whole grid steps. It computes the scale from the area of `num_frames` frames.
+    The areas differ from those in `fit_budget`. The budget is compared with the area of all frames, rounded up to whole
+    grid steps. The scale is computed from the area of `num_frames` frames.
     """
     old_height, old_width = height, width
     if min(height, width) < factor:

@@ -73,7 +73,7 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> Self:
-        """Return the defaults for a video that differ from those for an image."""
+        """Return the config for a video: the defaults for videos, with `changes`."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     from_dict = classmethod(settings.from_dict)
@@ -102,7 +102,7 @@ class PatchConfig:
         return self.target_size(*check_positive_ints(height=height, width=width, num_frames=num_frames))
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Compute `fit` for sizes that are already checked."""
+        """Do the work of `fit`, for sizes that are already checked."""
         return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
@@ -119,7 +119,7 @@ class PatchConfig:
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Round both sides to `factor`; if the area is outside the budget, scale first, then round back into the budget.
+    """Round both sides to multiples of `factor`; if the area is outside the budget, scale, then round into the budget.
 
     Larger images are rounded down, and smaller images are rounded up. A thin image may exceed max_pixels, because no
     side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
@@ -149,7 +149,7 @@ def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1)
 
 
 def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """Compute `plan_grid` for sizes that are already checked."""
+    """Do the work of `plan_grid`, for sizes that are already checked."""
     new_height, new_width = config.target_size(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size
@@ -180,7 +180,7 @@ def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:
-    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8 in torch, bicubic with antialiasing; 8 bits keep it exact."""
+    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8 in torch, bicubic with antialiasing, exact on 8-bit values."""
     given, height, width, _ = frames.shape
     size = config.target_size(height, width, num_frames or given)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
@@ -196,7 +196,7 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
-    if T == 1:  # without a copy
+    if T == 1:  # this case needs no copy
         pixels = pixels.expand(Tp, -1, -1, -1)
     elif T % Tp:
         pixels = torch.cat([pixels, pixels[-1:].expand(-T % Tp, -1, -1, -1)])
@@ -241,8 +241,9 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
     config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
-    The two backends agree only to about 1e-6, so this function offers both orders of rounding. The Pillow backend
-    rescales in float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
+    The two backends of transformers agree only to about 1e-6, so this function offers both orders of rounding. The
+    Pillow backend rescales in float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend
+    does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
     levels = torch.arange(256)

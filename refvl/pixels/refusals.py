@@ -1,4 +1,4 @@
-"""Errors for files and sizes that are refused; these functions run only after a check has failed."""
+"""Errors for files and sizes that are rejected; these functions run only after a check has failed."""
 
 import os
 import re
@@ -14,15 +14,15 @@ PLAIN = re.compile(r"[ -~]{,240}")  # `printable` does not change these names
 
 
 def not_a_file(source: str | Path, kind: str) -> Exception:
-    """Return the error for a path that is not a regular file: opening a pipe would block, and a device never ends."""
+    """Return the error for a path that is not a regular file: a pipe would block, and a device may never end."""
     name = printable(source)
     if URL.match(str(source)):
-        return ValueError(f"{kind}: URLs are not read; download the file and pass its path, got {name}")
+        return ValueError(f"{kind}: expected a path, got the URL {name}; download the file and pass its path")
     try:
         mode = os.stat(source).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return FileNotFoundError(f"{kind}: no such file: {name}")
-    except (OSError, ValueError) as error:  # the path is too long, not permitted, or contains a zero byte
+    except (OSError, ValueError) as error:  # the path is too long, not permitted, or contains a NUL byte
         return ValueError(f"{kind}: {name} cannot be opened ({getattr(error, 'strerror', error)})")
     what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
     return ValueError(f"{kind}: expected a file, got the {what} {name}")

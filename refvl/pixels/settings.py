@@ -8,8 +8,8 @@ from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
 
-LARGEST_SETTING = 2**40  # the limit of any integer: a float represents its square exactly, and loops up to it finish
-AREAS = (  # products of fields that give the area of an image that preprocessing makes from any input
+LARGEST_SETTING = 2**40  # the limit of every integer: a float represents its square exactly, and loops up to it finish
+AREAS = (  # products of fields: the area of an image that preprocessing produces from any input
     ("min_pixels",), ("image_size",) * 2, ("crop_size", "crop_size", "max_crops"),
     ("scale_resolution", "scale_resolution", "max_slice_nums"), ("patch_size", "patch_size", "max_slice_nums"),
     ("patch_size", "merge_size", "patch_size", "merge_size", "temporal_patch_size"),
@@ -49,7 +49,7 @@ def from_dict(cls, values: dict, kind: str = "image") -> Any:
     """
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):
-            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
+            raise ValueError(f"{name}: expected {wanted!r}, the only supported value, got {values[name]!r}")
     size = values.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
@@ -63,7 +63,7 @@ def from_dict(cls, values: dict, kind: str = "image") -> Any:
 def from_folder(cls, folder, kind: str = "image") -> Any:
     """Read the settings in a checkpoint folder; kind is "image" or "video".
 
-    As in transformers, the first source that exists counts: the section `image_processor` or `video_processor` of
+    As in transformers, the first source that exists is used: the section `image_processor` or `video_processor` of
     processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json. Raises
     FileNotFoundError if none exists, and ValueError if one cannot be read.
     """

@@ -62,7 +62,7 @@ class SliceConfig:
         Raises ValueError if slicing is switched off, because then an image of any size would reach the tower.
         """
         if not values.get("slice_mode", True):
-            raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
+            raise ValueError("slice_mode: expected True, the only supported value, got False")
         theirs = {"image_mean": values.get("norm_mean"), "image_std": values.get("norm_std")}
         return cls(**known_fields(cls, values | {name: value for name, value in theirs.items() if value is not None}))
 

@@ -29,7 +29,8 @@ def resize_as_square(image: Image.Image, size: int) -> Image.Image:
 def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
     """Shrink (n, W, 3) uint8, followed by side - n black rows, to `size` rows, and return the rows that are not black.
 
-    Pillow's bilinear resize in one direction: a triangle around the centre of each new row, as 22-bit integers.
+    This is Pillow's bilinear resize in one direction: a triangle filter around the centre of each new row, with weights
+    as 22-bit integers.
     """
     scale = side / size
     shrunk = []

@@ -33,9 +33,10 @@ ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Return how many tokens of a video are kept at pruning rate q in [0, 1): at least the first frame's, at most all.
+    """Return the number of video tokens kept at pruning rate q in [0, 1): at least the first frame's, at most all.
 
-    The result depends only on sizes, so one function determines both the prompt's placeholders and the mask.
+    The count depends on the sizes and on q, not on the content. So this function determines the number of placeholders
+    in the prompt and the number of tokens in the mask.
 
     Raises ValueError for counts below 1 or a q outside [0, 1).
 
@@ -68,7 +69,7 @@ def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """Return the mask of kept tokens, (M,) bool: the largest dissimilarity first, ties by a stable descending sort.
+    """Return the mask of kept tokens, (M,) bool: the largest dissimilarities, ties by a stable descending sort.
 
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
     spatial_merge_size: the number of patches along each side of a token, or 1 if the size counts tokens. q: the share
@@ -156,7 +157,7 @@ def _check_positions(positions: Tensor, name: str) -> None:
     """
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
-    wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan
+    wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # nan is wrong, too
     if wrong.any():
         value = positions[wrong][0].item()
         raise ValueError(f"{name}: expected whole numbers from 0 to {MAX_POSITION - 1}, got {value}")
@@ -182,7 +183,7 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     piece = piece.to(positions.device)
     positions[:, start:stop] = piece[:3] + base
     after = torch.arange(ids.numel() - media_stop, device=positions.device)
-    positions[:, stop:media_stop] = base + int(piece[3, 0])  # not arrived yet
+    positions[:, stop:media_stop] = base + int(piece[3, 0])  # the tokens that have not arrived yet
     positions[:, media_stop:] = base + piece[3, 0] + after
     return stop
 

@@ -1,4 +1,4 @@
-"""M-RoPE: every prompt token has three positions: time, height and width.
+"""M-RoPE gives every prompt token three positions: time, height and width.
 
 Text advances on all three axes together. A media item (an image or a video) spreads its tokens over a grid that starts
 where the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
@@ -57,7 +57,7 @@ class MediaSpan:
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
     """Return `t_factor` if all t steps get valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
-    if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # also refuses nan
+    if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # this also rejects nan
         raise ValueError(
             f"{name}: must be finite and not negative, with {t} steps below position {MAX_POSITION}, got {t_factor}"
         )
@@ -99,7 +99,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """Compute `get_mrope_input_positions` for spans that fit the prompt and do not overlap."""
+    """Do the work of `get_mrope_input_positions`, for spans that fit the prompt and do not overlap."""
     pieces = list[Tensor]()
     index = 0  # the index of the next token
     position = 0  # the position of the next token
@@ -114,7 +114,7 @@ def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def mrope_delta(positions_3L: Tensor) -> int:
-    """Return 1 + the largest position on any axis, minus the number of tokens. positions: (3, L)."""
+    """Return 1 + the largest position on any axis, minus the number of tokens. positions_3L: (3, L)."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
 
 
@@ -131,7 +131,7 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
 
 
 def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Return which axis (0, 1, 2 for t, h, w) rotates each rotary pair of a head, fastest first, (pairs,) int64.
+    """Return the axis (0, 1, 2 for t, h, w) that rotates each rotary pair of a head, fastest first, (pairs,) int64.
 
     section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs and w the slowest.
     Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs. Raises

@@ -1,15 +1,15 @@
-"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its own positions.
+"""Several prompts as one sequence, for training without padding; each attends only to itself, at its own positions.
 
     prompt A  input_ids (5,)   positions (3, 5)
     prompt B  input_ids (3,)   positions (3, 3)
 
     pack      input_ids     A A A A A B B B
-              position_ids  0 1 2 3 4 0 1 2    index in the prompt: a restart at 0 begins another prompt
+              position_ids  0 1 2 3 4 0 1 2    index in the prompt: a restart at 0 begins the next prompt
                             t, h, w of A, then t, h, w of B
               cu_seqlens    0 5 8
 
 transformers builds the mask from the first of the four rows if there is neither an `attention_mask` nor a cache. If it
-gets only the three rows of M-RoPE, it treats all prompts as one, and they see each other.
+gets only the three rows of M-RoPE, it treats all prompts as one, and they attend to each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
     """Concatenate prompts into one sequence.
 
     prompts: traces of `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of the
-    result; the remainder becomes one extra sequence of token 0, which no prompt sees.
+    result; the remainder becomes one extra sequence of token 0, to which no prompt attends.
 
     Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, the
     start of each sequence. Raises ValueError if there is no prompt, if shapes do not match, or if `pad_to` is too

@@ -1,6 +1,6 @@
-"""The methods for pruning a video.
+"""The registry of methods for pruning a video.
 
-Each method has a token count, computed from sizes alone, and a mask, computed from the embeddings.
+Each method has a token count, computed from sizes and the pruning rate, and a mask, computed from the embeddings.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from refvl.positions.vidcom2 import vidcom2_retained_tokens_count, vidcom2_reten
 
 @dataclass(frozen=True, slots=True)
 class Pruner:
-    """`count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, video_size_thw, merge_size, q)`."""
+    """A method: `count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, thw, merge_size, q)`."""
 
     title: str
     count: Callable[[int, int, float], int]

@@ -2,7 +2,8 @@
 
 A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, and its column rotates the other
 K/4. Each pair spans a plane. Patch rows, rotary angles and position tables share one order: by frame, block row and
-block column, then the m x m patches of the merge block. So the merger can fold a merge block with a plain reshape.
+block column, then the m x m patches of the merge block. The merger can therefore fold a merge block with a plain
+reshape.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
 
 
 def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
-    """Compute `merge_block_coordinates` for grids that are already checked."""
+    """Do the work of `merge_block_coordinates`, for grids that are already checked."""
     coordinates = [np.empty((0, 2), np.int64)]
     for t, h, w in grids:
         blocks = np.empty((h // m, w // m, m, m, 2), np.int64)
@@ -49,7 +50,7 @@ def vision_rotary_cos_sin(
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
-    """Return the rotation of each rotary pair per patch, in radians, (K/4,) float32.
+    """Return the rotation per patch of each rotary pair, in radians, (K/4,) float32.
 
     Rows and columns use the same values.
     """

@@ -44,7 +44,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Compute `interpolate_position_table` for a checked table and checked grids; m is `spatial_merge_size`."""
+    """Do the work of `interpolate_position_table`, for a checked table and checked grids; m: `spatial_merge_size`."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
@@ -71,7 +71,8 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
 def sincos_frequencies(embed_dim: int) -> Tensor:
     """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded after each step as in training.
 
-    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth, so float64 is not used.
+    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of a radian, so float64 is
+    not used.
     """
     if check_positive_int(embed_dim, "embed_dim") % 2:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")

@@ -29,7 +29,7 @@ GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (maximum duration of a video 
 
 @dataclass(frozen=True, slots=True)
 class FrameSample:
-    """indices: an even number of frames of the source video. timestamps: whole seconds, one per two indices."""
+    """Sampled frames: an even number of indices in the source video, and one time in whole seconds per two indices."""
 
     indices: list[int]
     timestamps: list[int]
@@ -51,11 +51,11 @@ def sample_video_frames(
     """Choose at least one frame of a video of `total_num_frames` at `fps` frames per second.
 
     duration: seconds, or None to compute it from the number of frames. do_sample_frames=False keeps `frames_indices`,
-    the indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The others are settings
-    of a video processor: target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames ("glm46v",
-    "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown variant or for numbers
-    that no video can have. Examples are less than one frame in `MAX_SECONDS`, more than `MAX_FRAMES` frames, or more
-    than `MAX_PATCHES` sampled frames.
+    the indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The other arguments are
+    settings of a video processor: target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames
+    ("glm46v", "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown variant or for
+    numbers that no video can have. Examples are less than one frame in `MAX_SECONDS`, more than `MAX_FRAMES` frames, or
+    more than `MAX_PATCHES` sampled frames.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
@@ -112,7 +112,7 @@ def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, tem
 
 
 def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
-    """Sample at a fixed rate; the last step is one before the end of the video."""
+    """Sample at a fixed rate; sampling stops one step before the end of the video."""
     count = max(1, int(min(duration * target_fps, max_frames)))
     if total < count:
         return [math.floor(i * total / count) for i in range(count)]
@@ -122,8 +122,8 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[int]:
     """Return the first frame at or after each multiple of `step` seconds, until `stop` is reached.
 
-    More than `count` frames are too many; the exact number does not matter. The sums are rounded as upstream rounds
-    them, because one more exact digit would select different frames.
+    The function stops after more than `count` frames, because the exact number no longer matters. The sums are rounded
+    as upstream rounds them, because higher precision would select different frames.
     """
     chosen, second, frame_seconds = [0], step, 1 / fps
     while second < stop and len(chosen) <= count:
@@ -137,7 +137,7 @@ def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Return `count` indices: too few are spread over the same range, and too many over the whole video."""
+    """Return `count` indices: spread too few over their own range, and too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)

@@ -11,9 +11,8 @@ compares it with the previous frame. The first frame gets no special treatment.
        | reconcile    to the count that the sizes imply, because the prompt was built with it
     mask (M,)
 
-t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal in exact
-arithmetic are equal on every machine, and ties go to the earlier token. A half is represented exactly and rounds to
-even.
+A video has t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal
+in exact arithmetic are equal on every machine, and ties go to the earlier token. Halves are exact and round to even.
 """
 
 import torch
@@ -24,12 +23,12 @@ from refvl.arguments import MAX_FRAMES, check_count
 from refvl.checks import check_floats, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; one would miss other distances
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; a single one would miss other distances
 TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Return how many tokens of a video are kept at pruning rate q in [0, 1): from one per frame to all.
+    """Return the number of video tokens kept at pruning rate q in [0, 1): from one per frame to all.
 
     Raises ValueError for counts below 1 or a q outside [0, 1).
 
@@ -64,7 +63,7 @@ def _similarity(frames: Tensor, centre: Tensor, usable: Tensor) -> Tensor:
 
 
 def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
-    """Return how many tokens each frame may keep before their sum is reconciled, at least one each, (t,) int64.
+    """Return each frame's token budget before the sum is reconciled, at least one token each, (t,) int64.
 
     similarity_to_video: (t, n), the first result of `vidcom2_similarities`.
     Raises ValueError for a shape other than (t, n) or a q outside [0, 1).

@@ -37,18 +37,18 @@ def get_window_index(
         raise ValueError(
             f"window_size: must fit at least one merged token of {patch_size * merge} px, got {window_size}"
         )
-    return window_order(as_grids(grid_thw), merge, min(side, MAX_PATCHES))  # larger than any grid
+    return window_order(as_grids(grid_thw), merge, min(side, MAX_PATCHES))  # no grid is larger than MAX_PATCHES
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Compute `get_window_index` for grids that are already checked; side: the side of a window, in merged tokens."""
+    """Do the work of `get_window_index`, for checked grids; side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0
     for t, h, w in grids:
-        rows, columns = h // merge, w // merge  # of merged tokens
+        rows, columns = h // merge, w // merge  # in merged tokens
         frame, row, column = np.ogrid[:t, :rows, :columns]
-        window = (frame * -(-rows // side) + row // side) * -(-columns // side) + column // side  # of each token
+        window = (frame * -(-rows // side) + row // side) * -(-columns // side) + column // side  # per token
         window_M = window.ravel()
         indices.append(window_M.argsort(kind="stable") + offset)
         lengths.append(np.bincount(window_M) * merge**2)

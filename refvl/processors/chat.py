@@ -26,7 +26,7 @@ from refvl.processors.tokenizers import load_tokenizer
 class ChatProcessor(PlansMedia, SpecialTokensAsText):
     """The path from a user's words to the models' tensors; see `refvl.contracts.Processor`.
 
-    A family adds its rule for reading videos, and its layout if it is not a grid of patches.
+    A subclass adds its family's rule for sampling videos, and its layout if that is not a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
@@ -34,7 +34,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     image_config: Any  # the settings for preparing an image
     video_config: Any  # the settings for preparing a video; None if the model accepts no video
     no_video: ClassVar[str]  # the error for a video if the model accepts none
-    tokens_at_once: int = 1  # the number that divides every token count of the encoder
+    tokens_at_once: int = 1  # a number that divides every token count of the encoder
     assumed: bool = False  # True if the pixel limits are the defaults of the class because no file sets them
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
@@ -42,7 +42,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor.
 
-        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
         """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
@@ -151,7 +151,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         meaning. Raises ValueError if placeholders and media do not match, or if the chat template raises an error.
         """
         text, flag = self.render(messages, allow_special_tokens)
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # the template wrote BOS
         ids = self.encode(text, flag, add_special_tokens=not begun)
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
@@ -182,7 +182,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # templates may raise errors of any kind
-            raise ValueError(f"prompt: the chat template of this checkpoint refuses the messages ({error})") from error
+            raise ValueError(f"prompt: the chat template of this checkpoint rejects the messages ({error})") from error
 
     def text(self, token_ids) -> str:
         """Decode token ids into text, without special tokens."""

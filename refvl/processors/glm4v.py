@@ -6,10 +6,10 @@
         ...
     <|end_of_video|>
 
-A "frame" here is a grid step, which contains two sampled frames. In the positions, each frame is a separate item. EVS
-may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames, the format of timestamps and
-the placeholder of a frame depend on the processor class in the checkpoint's files (`refvl.families.load_processor`).
-They do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
+A "frame" here is a grid step, which contains two sampled frames. For positions, each frame counts as a separate item.
+EVS may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames, the format of timestamps
+and the placeholder of a frame depend on the processor class in the checkpoint's files
+(`refvl.families.load_processor`). They do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
 
     class               releases                              sampler    timestamp   token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
@@ -41,11 +41,11 @@ from refvl.processors.chat import ChatProcessor
 
 
 class Glm4vProcessor(ChatProcessor):
-    """GLM-4.1V and GLM-4.5V. Layouts are grids (t, h, w) in patches."""
+    """The processor of GLM-4.1V and GLM-4.5V; layouts are grids (t, h, w) in patches."""
 
     patch_config = Glm4vPatchConfig
-    variant = "glm4v"  # of `sample_video_frames`
-    rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer videos are spread"  # with `video_config`
+    variant = "glm4v"  # an argument of `sample_video_frames`
+    rule = "{0.fps:g} frames per second up to {0.max_duration:g} s, spread evenly beyond"  # see `clip_sampling`
     timestamp_format = "{}"
     frame_kind = "video"  # frames are filled with the token for this kind
     options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
@@ -123,21 +123,21 @@ class Glm4vProcessor(ChatProcessor):
 
 
 class Glm46VProcessor(Glm4vProcessor):
-    """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
+    """The processor of GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
-    rule = "6, 2 or 1 frames a second, fewer for longer videos, {0.max_frames} at most"
+    rule = "6, 2 or 1 frames per second, fewer for longer videos, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
     options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
 
 
 class GlmgaProcessor(Glm46VProcessor):
-    """GLM-GA: the prompts of GLM-4.6V with a different sampler and different image sizes."""
+    """The processor of GLM-GA: the prompts of GLM-4.6V, with a different sampler and different image sizes."""
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"
-    rule = "{0.fps:g} frames a second, {0.max_frames} at most"
+    rule = "{0.fps:g} frames per second, {0.max_frames} at most"
     options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
 
 

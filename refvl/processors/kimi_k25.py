@@ -1,4 +1,4 @@
-"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames, each after the time of its first frame.
+"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames, each preceded by the time of its first frame.
 
     image   <|media_begin|>image<|media_content|> tokens <|media_end|>
     video   00:00:00.000<|media_begin|>video<|media_content|> tokens <|media_end|>00:00:02.000<|media_begin|>video ...
@@ -37,7 +37,7 @@ class KimiK25Processor(ChatProcessor):
     video_config: PaddedPatchConfig
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
+        """Build a processor; without a tokenizer, it can plan and count tokens, but not build a prompt."""
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
@@ -71,7 +71,7 @@ class KimiK25Processor(ChatProcessor):
             rate = self.video_config.fps if fps is None else check_positive(fps, "fps")
             num_frames = min(max(1, int(total / source_fps * rate)), total)
         elif check_positive_int(num_frames, "num_frames") > total:
-            raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
+            raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {num_frames}")
         return [i * total // num_frames for i in range(num_frames)]
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:

@@ -35,7 +35,7 @@ from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideo
 from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
 from refvl.processors.tokenizers import load_tokenizer
 
-PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # until their tokens are written
+PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # replaced when the tokens are written
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
 NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id (see `placeholders`)
 
@@ -67,10 +67,10 @@ class MiniCPMVProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
         """Build a processor.
 
-        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
         """
         self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
-        self.tokens_at_once = self.query_num  # a set
+        self.tokens_at_once = self.query_num  # all tokens of a set
         self.image_config = image_config or SliceConfig.from_dict(slicing_of(config, self.numbers_images))
         self.video_config = video_config or self.frames
         self.marks = m = MARKS | (marks or {})
@@ -193,7 +193,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
 
 class MiniCPMV2_0Processor(MiniCPMVProcessor):
-    """Images only; no chat template."""
+    """MiniCPM-V 2.0: images only, without a chat template."""
 
     template = (
         "{% for message in messages %}"
@@ -203,11 +203,11 @@ class MiniCPMV2_0Processor(MiniCPMVProcessor):
 
 
 class MiniCPMV2_5Processor(MiniCPMVProcessor):
-    """Images only, with Llama 3's template."""
+    """MiniCPM-V 2.5: images only, with Llama 3's template."""
 
 
 class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
-    """Images are numbered, and videos are sequences of frames."""
+    """MiniCPM-V 2.6: images are numbered, and videos are sequences of frames."""
 
     numbers_images = True
     writes_bos = False
@@ -223,12 +223,12 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
 
 
 class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
-    """Version 2.6 with a BOS token."""
+    """MiniCPM-V 4.0: the prompts of 2.6 with a BOS token."""
 
     writes_bos = True
 
 
 class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
-    """Frames are packed, and each has a temporal id in tenths of a second."""
+    """MiniCPM-V 4.5: frames are packed, and each has a temporal id in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)

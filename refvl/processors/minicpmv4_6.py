@@ -1,4 +1,4 @@
-"""The prompts of MiniCPM-V 4.6 and 4.7: in images and frames, a slice has as many tokens as it has cells.
+"""The prompts of MiniCPM-V 4.6 and 4.7: a slice of an image or frame has one token per cell of its grid.
 
     image   <image_id>0</image_id><image> tokens </image><slice> tokens </slice><slice> tokens </slice>
             <slice> tokens </slice><slice> tokens </slice>               one line per row of slices
@@ -51,7 +51,7 @@ class SampledFrames(FrameConfig):
 class FoldedMedia(MediaTokens):
     """One media item as slices, each in a separate run of tokens.
 
-    Thw counts the tokens of all slices: (1, 1, tokens).
+    `thw` is (1, 1, the number of tokens of all slices).
     """
 
     sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice in merged tokens
@@ -63,9 +63,9 @@ class FoldedMedia(MediaTokens):
         return [(1, h, w) for h, w in self.sizes]
 
     def check_pruning(self, q: float) -> None:
-        """Raise ValueError for any attempt to prune a video."""
+        """Raise ValueError if the item is a video and q is above 0."""
         if self.kind == "video" and q > 0:
-            reason = "pruning compares the cells of whole frames, and these are cut into slices"
+            reason = "pruning compares the cells of whole frames, but these frames are cut into slices"
             raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
 
 
@@ -79,7 +79,7 @@ class MiniCPMV4_6Processor(TakesVideos):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor.
 
-        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
         """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.merge_size = 2 if config.downsample_mode == "4x" else 4  # the side in patches of a merge block
@@ -143,9 +143,9 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take a frame every second.
+        """Take one frame per second.
 
-        For a longer video, take max_frames evenly spaced frames among those at every 0.1 s.
+        For a video longer than max_frames seconds, take max_frames evenly spaced frames from those at every 0.1 s.
         """
         duration = total / source_fps
         if duration <= config.max_frames:
@@ -169,7 +169,7 @@ class MiniCPMV4_6Processor(TakesVideos):
 
 
 class MiniCPMV4_7Processor(MiniCPMV4_6Processor):
-    """Videos have no number."""
+    """MiniCPM-V 4.7: videos have no number."""
 
     numbered = ("image",)
 

@@ -1,6 +1,6 @@
 """MiniCPM-V's videos, from version 2.6 on: each sampled frame is an overview without slices.
 
-    video file -> sampled frames        by the rule of the version's card (see `sample`)
+    video file -> sampled frames        by the rule on the version's model card (see `sample`)
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
 
 The frames of a pack share one set of query tokens. Each frame has a temporal id, which is its time in tenths of a

@@ -1,6 +1,6 @@
 """Token counts of media from their sizes alone, and the encoding of a long video in parts.
 
-A plain answer does not need this file; planning, costs and long prompts do.
+A plain answer does not need this file; planning, cost estimates and long prompts do.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
     """Qwen2.5-VL's processor. Layouts are grids (t, h, w) in patches."""
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Sample with the checkpoint's rate and limits."""
+        """Return the indices of frames sampled at the checkpoint's rate and within its limits."""
         config = self.video_config
         return sample_frame_indices(
             total, source_fps, fps=config.fps, min_frames=config.min_frames, max_frames=config.max_frames

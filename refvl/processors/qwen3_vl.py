@@ -2,10 +2,10 @@
 
     <0.3 seconds><|vision_start|> tokens <|vision_end|><1.3 seconds><|vision_start|> tokens <|vision_end|>
 
-A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. In the
-positions, each frame is a separate item. EVS may drop the tokens of a frame, but it never drops the timestamp. As in
-transformers 4.57, these special tokens replace those that the chat template writes around a video. transformers from
-5.10 on and vLLM 0.32 also keep the outer tokens.
+A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. For
+positions, each frame counts as a separate item. EVS may drop the tokens of a frame, but it never drops the timestamp.
+As in transformers 4.57, these special tokens replace those that the chat template writes around a video. transformers
+5.10 and later, and vLLM 0.32, also keep the outer tokens.
 """
 
 from collections.abc import Sequence
@@ -93,5 +93,5 @@ def even_indices(
         min_frames, max_frames = check_positive_ints(min_frames=min_frames, max_frames=max_frames)
         wanted = int(min(max(total / source_fps * check_positive(fps, "fps"), min_frames), max_frames, total))
     elif (wanted := check_positive_ints(num_frames=wanted)[0]) > total:
-        raise ValueError(f"num_frames: the video has {total} frames, got {wanted}")
+        raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {wanted}")
     return np.linspace(0, total - 1, wanted).round().astype(int).tolist()

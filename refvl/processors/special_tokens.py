@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
+PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an assigned meaning
 
 
 class SpecialTokensAsText:

@@ -4,9 +4,9 @@
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, and the
-text above replaces it. Positions count every token, so only the special tokens indicate where a crop is. Videos are not
-supported. Upstream: `Step3VLProcessor` (vLLM).
+The example shows 2 x 2 crops; the prompt itself contains no line breaks. The chat template writes one <im_patch> for an
+image, and the text above replaces it. Positions are the token indices, so only the special tokens indicate where a crop
+is. Videos are not supported. Upstream: `Step3VLProcessor` (vLLM).
 """
 
 import math
@@ -31,11 +31,11 @@ NO_VIDEO_ID = -1  # no token represents a video
 class CroppedMedia(MediaTokens):
     """An image as squares, each in a separate run of tokens: crops first, the overview last.
 
-    Thw is (1, 1, all tokens).
+    `thw` is (1, 1, the number of tokens).
     """
 
     layout: CropLayout
-    crop_side: int  # merged tokens
+    crop_side: int  # in merged tokens
     image_side: int
 
     @property
@@ -54,7 +54,7 @@ class Step3VLProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """Build a processor.
 
-        If tokenizer is None, it is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
         """
         self.config, self.tokenizer = config, tokenizer
         self.image_config = CropConfig.from_hf(config)
@@ -76,7 +76,7 @@ class Step3VLProcessor(ChatProcessor):
         """The ids of the five special tokens. Raises ValueError if the tokenizer lacks any of them."""
         vocabulary = self.tokenizer.get_vocab()
         if lacking := [mark for mark in MARKS if mark not in vocabulary]:
-            raise ValueError(f"tokenizer: lacks special tokens of Step3-VL: {lacking}")
+            raise ValueError(f"tokenizer: expected the special tokens of Step3-VL, got none for {lacking}")
         return {mark: vocabulary[mark] for mark in MARKS}
 
     @property

@@ -1,7 +1,7 @@
-"""Chat templates of checkpoint folders are programs by strangers, so they are rendered within limits.
+"""Chat templates in checkpoint folders are untrusted programs, so they are rendered under limits.
 
-    is_plain(template)   yes: transformers renders it in this process, as always
-                         no:  `render_in_child` renders each prompt within seconds of CPU time, bytes and characters
+    is_plain(template)   yes: transformers renders it in this process, as usual
+                         no:  `render_in_child` renders each prompt under limits on CPU time, memory and characters
 
 The work of a plain template is proportional to the size of the request. It loops over the messages and their parts, and
 stores only numbers and parts of the request. The templates of the released families meet this condition. Other
@@ -25,7 +25,7 @@ from jinja2 import nodes
 SECONDS = 2  # the limit of CPU time for a prompt
 PATIENCE = 60  # the limit of wall-clock time in seconds, for a busy machine
 MEMORY = 2**28  # the limit of address space in bytes, in addition to the process's own
-CHARACTERS = 2**23  # of a rendered prompt
+CHARACTERS = 2**23  # the maximum length of a rendered prompt
 WHOLE = {"messages", "tools", "documents"}  # names of the request's parts in transformers
 METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # none of these makes a string longer
 FILTERS = {"trim", "first", "last", "list", "default", "length", "count", "tojson", "string"}
@@ -57,7 +57,7 @@ def is_plain(template: str) -> bool:
 
 
 class _Walk:
-    """One walk over a template's tree; it raises `Refused` for a construct that is not allowed.
+    """A walk over a template's tree; it raises `Refused` for a construct that is not allowed.
 
     loop: the innermost loop around a node.
     """
@@ -72,7 +72,7 @@ class _Walk:
         values += [(pair.key, pair.value) for call in self.namespaces.values() for pair in call.kwargs]
         others = {target.name for target, value in kept if isinstance(target, nodes.Name) and not _is_number(value)}
         numbers = self.assigned - others
-        self.texts = {  # attributes of nodes that may contain a text
+        self.texts = {  # attributes of nodes that may contain text
             attr
             for attr, value in values
             if not (_is_number(value) or (isinstance(value, nodes.Name) and value.name in numbers))
@@ -165,7 +165,7 @@ def _is_named(node: nodes.Node, name: str) -> bool:
 
 def _is_namespace(node: nodes.Node) -> bool:
     is_call = isinstance(node, nodes.Call) and _is_named(node.node, "namespace")
-    return is_call and not (node.args or node.dyn_args or node.dyn_kwargs)  # type: ignore[attr-defined]  # of a call
+    return is_call and not (node.args or node.dyn_args or node.dyn_kwargs)  # type: ignore[attr-defined]  # of calls
 
 
 def _is_count(node: nodes.Node) -> bool:

@@ -1,7 +1,7 @@
-"""Who attends to whom: in the language model over an image's tokens, in the tower over its patches.
+"""Figures of attention: in the language model, over an image's tokens, and in the tower, over its patches.
 
 plot_attention   an image whose cells are darker the less attention they get
-plot_states      a map of the rows of a state, in colours of a projection
+plot_states      a map of patch states, in the colours of a projection
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, image_axes
 
-_OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map would hide the image
+_OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map instead would hide the image
 
 
 def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
-    """Draw an image under a veil that is lifted where attention goes; with few cells, the percentages too.
+    """Draw an image under a veil that is lifted where attention goes; a small grid shows the percentages, too.
 
     picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell. patch: the (row,
     column) that attends, framed. segments_HW: (rows, columns) numbers; a line separates cells of different segments.

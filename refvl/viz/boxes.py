@@ -1,4 +1,4 @@
-"""The location to which an answer points, and its shift if the numbers are read in another space.
+"""The location to which an answer points, and its shift if the numbers are read in a different convention.
 
 plot_boxes          boxes and points on an image
 plot_box_readings   one answer, read by every convention
@@ -44,7 +44,7 @@ def plot_box_readings(
     centre is from the true one, in pixels of the image.
     """
     answer = from_picture([box], picture=picture, resized=resized, family=family).round()
-    ax = image_axes(ax, f"{family} says {answer[0].int().tolist()}", figsize=(4.4, 5.4))
+    ax = image_axes(ax, f"{family} writes {answer[0].int().tolist()}", figsize=(4.4, 5.4))
     size = f"image, {picture[0]} x {picture[1]}"
     ax.add_patch(_rectangle((0, 0, *picture), facecolor=PRUNED, edgecolor="0.4", label=size))
     ax.add_patch(_rectangle(box, facecolor=HIGHLIGHT, alpha=0.5, label="the object"))
@@ -52,7 +52,7 @@ def plot_box_readings(
     for i, (name, space) in enumerate(spaces.items()):
         x1, y1, x2, y2 = rescale(answer, space, picture)[0].tolist()
         off = np.hypot(x1 + x2 - box[0] - box[2], y1 + y2 - box[1] - box[3]) / 2
-        label, color = f"as {name}: {off:.0f} px off", STAGE_COLORS[(0, 3, 2)[i]]
+        label, color = f"read as {name}: {off:.0f} px off", STAGE_COLORS[(0, 3, 2)[i]]
         ax.add_patch(
             _rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2, ls=("-", "--", ":")[i], label=label)
         )

@@ -1,8 +1,8 @@
-"""Which video tokens are kept, why, and at what cost.
+"""Figures of the video tokens that are kept, the reason, and the cost.
 
 plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
-plot_dissimilarity     how much each token changed since the frame before
+plot_dissimilarity     how much each token changed since the previous frame
 plot_pruned_positions  the full layout of a prompt above the layout of the kept tokens
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
 """
@@ -92,7 +92,7 @@ def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> No
 
 
 def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
-    """Draw a line where a kept token borders on a pruned one or on the edge."""
+    """Draw a line around the kept tokens, at every side shared with a pruned token or with the edge."""
     padded = np.pad(keep_hw, 1).astype(int)
     for row, column in np.argwhere(np.diff(padded, axis=0)[:, 1:-1]):
         ax.plot([column, column + 1], [row, row], color=KEPT, lw=1.6, clip_on=False)
@@ -103,7 +103,7 @@ def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
 def plot_dissimilarity(
     dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", columns: int = 5, ax=None
 ) -> np.ndarray:
-    """Draw a map per grid step of how much each token differs from the one a frame earlier, except for step 0.
+    """Draw one map per grid step of how much each token differs from that of the previous step, except in step 0.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
     Raises ValueError for values of a shape other than (t, h * w).
@@ -128,7 +128,7 @@ def plot_dissimilarity(
 def plot_pruned_positions(
     positions_3L: Tensor, keep_L: Tensor, spans: Sequence[MediaSpan], *, q: float | None = None, ax=None
 ) -> np.ndarray:
-    """Draw the full layout of a prompt, and below it that of the kept tokens: shorter, at the same heights.
+    """Draw the full position layout of a prompt and, below it, that of the kept tokens, which keep their positions.
 
     positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None. Returns those 2.
     """
@@ -156,9 +156,10 @@ def plot_accuracy_curve(
     title: str = "accuracy and time to the first token",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw accuracy (left), and times or token counts relative to the smallest rate (right), over the pruning rate.
+    """Plot accuracy (left) and relative times or token counts (right) against the pruning rate.
 
-    accuracy: {name: {q: fraction}}. relative: {name: {q: value in any unit}}, or None.
+    accuracy: {name: {q: fraction}}. relative: {name: {q: value in any unit}}, or None; it is
+    divided by the value at the smallest rate.
     Returns the left Axes; the right one, if any, is the last of its figure.
     """
     ax = axes_or_new(ax, figsize=(7, 3.8))

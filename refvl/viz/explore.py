@@ -2,22 +2,22 @@
 
 explore_windows     patches, merge blocks and windows of an image
 explore_resize      patches and merge blocks alone, as the pixel budget changes
-explore_attention   what an answer attends to, and what each patch does
+explore_attention   what an answer attends to, and what each patch attends to
 explore_tower       one patch from its pixels to its token
-explore_positions   a prompt with an image and a video, at sizes, lengths and rates
+explore_positions   a prompt with an image and a video of several sizes, lengths and rates
 explore_mrope       two tokens, their rotary angles and their score
 explore_keep_mask   the keep mask and the positions, as the pruning rate changes
-explore_evs         the same with a model's answer at every rate
-explore_graph       the recording step by step, with a buffer that is not refilled
-explore_launches    when host and device do each operation, eagerly and in a replay
+explore_evs         the keep mask, with a model's answer at every rate
+explore_graph       a recorded graph step by step, with a buffer that is not refilled
+explore_launches    when host and device work on each operation, eagerly and in a replay
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
-explore_costs       operations of a tower with windows and with full frames
+explore_costs       operations of a tower with windows and with full attention
 explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
-explore_slices      slices and crops of one photo at any size, and what the queries read
-explore_crops       the same without a model
+explore_slices      slices and crops of one photo at any size, and what the queries read from them
+explore_crops       slices and crops without a model
 
 Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an explorer. Each function
 here imports its explorer when it is called, because explorers need anywidget and figures do not.
@@ -65,8 +65,8 @@ def explore_windows(
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
     image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
-    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. Without any, patches and
-    merge blocks are shown alone.
+    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. If it is empty, only
+    patches and merge blocks are shown.
     """
     from refvl.viz.explorers.windows import WindowsExplorer
 
@@ -103,9 +103,9 @@ def explore_positions(
 ) -> "PositionsExplorer":  # fmt: skip
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token, and delta.
 
-    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: by name,
-    of models with M-RoPE positions; image, clip: inputs of `load_image` and `load_video`; all default to those of the
-    repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
+    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: {name:
+    processor} of models with M-RoPE; image, clip: inputs of `load_image` and `load_video`. Their defaults are files of
+    the repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
     FileNotFoundError without processors if the shipped data is not installed.
     """
     from refvl.viz.explorers.positions import PositionsExplorer
@@ -122,9 +122,9 @@ def explore_positions(
 
 
 def explore_position_rules(image=None, clip=None) -> "PositionRulesExplorer":
-    """One sliced image and one video under four rules: Qwen2.5-VL's, Qwen3-VL's, MiniCPM-V 4.7's, and no gaps at all.
+    """Explore one sliced image and one video under four position rules: those of three models, and that of text.
 
-    image, clip: what `load_image` and `load_video` take; by default those of the repository. Needs anywidget.
+    image, clip: inputs of `load_image` and `load_video`, by default files of the repository. Needs anywidget.
     Raises FileNotFoundError without them if the shipped data is not installed.
     """
     from refvl.viz.explorers.rules import PositionRulesExplorer
@@ -157,7 +157,7 @@ def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *
 
 
 def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "EvsExplorer":
-    """Explore videos with a question about each, name -> (prompt, video), with the answer at every pruning rate."""
+    """Explore the answers to questions about videos, name -> (prompt, video), at every pruning rate."""
     from refvl.viz.explorers.evs import EvsExplorer, clip_asked
 
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
@@ -204,7 +204,7 @@ def explore_assignment(
 ) -> "AssignmentExplorer":
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
-    sizes: of the items in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
+    sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number of ranks. Needs anywidget.
     Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     from refvl.viz.explorers.assignment import AssignmentExplorer
@@ -217,9 +217,9 @@ def explore_assignment(
 
 
 def explore_costs(image=None) -> "CostsExplorer":
-    """Count the operations of Qwen2.5-VL's tower by image size, window size and number of blocks over full frames.
+    """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of full-attention blocks.
 
-    image: anything `load_image` takes, by default one of the repository. Sizes are those of the released 7B model.
+    image: anything `load_image` accepts, by default one of the repository. Sizes are those of the released 7B model.
     Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
     """
     from refvl.encoders import Qwen2_5_VisionConfig
@@ -232,7 +232,7 @@ def explore_costs(image=None) -> "CostsExplorer":
 
 
 def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "DeepstackExplorer":
-    """Answer with any of the tower's DeepStack features set to zero. Needs anywidget.
+    """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
 
     model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
     Raises ValueError for a model without such features.
@@ -250,8 +250,8 @@ def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) ->
 def explore_families(counted: Mapping) -> "FamiliesExplorer":
     """Explore tokens, positions, memory and time of one image or video in every family, by size. Needs anywidget.
 
-    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are its arithmetic at a
-    device's peak.
+    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are computed from its
+    operations at a device's peak.
     """
     from refvl.viz.explorers.families import FamiliesExplorer
 
@@ -261,8 +261,8 @@ def explore_families(counted: Mapping) -> "FamiliesExplorer":
 def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "TimelineExplorer":
     """Explore a video's length and frame rate: which frames each variant samples, and the timestamp for every two.
 
-    duration: seconds. fps: of the video. Both are initial values, offered among others. variant: the one whose
-    first step is selected. Needs anywidget. Raises ValueError for an unknown variant.
+    duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the variant whose first
+    step is selected. Needs anywidget. Raises ValueError for an unknown variant.
     """
     from refvl.viz.explorers.timeline import TimelineExplorer
 
@@ -283,7 +283,7 @@ def explore_slices(
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
     small MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its
-    queries read of every slice, and its answer to `question`. Needs anywidget.
+    queries read from every slice, and its answer to `question`. Needs anywidget.
     """
     from refvl.viz.explorers.slices import SlicesExplorer
 

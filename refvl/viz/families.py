@@ -42,7 +42,7 @@ class Counts(Protocol):
 def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw two bars per family on a logarithmic scale, patches (pale) and tokens, with their ratio in words.
 
-    plans: per family, the plans of all media that the bar sums up.
+    plans: for each family, the plans of the media items that its bars sum up.
     """
     ax = axes_or_new(ax, figsize=(1.6 * len(plans) + 0.6, 3.4))
     patches = [sum(plan.patches for plan in of_family) for of_family in plans.values()]
@@ -60,7 +60,7 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
 
 
 def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
-    """Draw tokens of a square image over its side in px, a line per family; both axes are logarithmic."""
+    """Plot the tokens of a square image against its side in px, one line per family, on log-log axes."""
     ax = axes_or_new(ax, figsize=(7, 4))
     for place, (name, counts) in enumerate(tokens.items()):
         ax.plot(sides, counts, **_family_line(name, place))
@@ -92,10 +92,10 @@ def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Ax
 
 
 def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = None, ax=None) -> np.ndarray:
-    """Draw one panel per measure of `RACE`, a line per family, over the side of an image or the seconds of a video.
+    """Plot each measure of `RACE` in a panel, one line per family, against an image's side or a video's length.
 
-    rows: of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as measures, or None. Returns
-    them.
+    rows: the rows of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as measures, or None.
+    Returns them.
     """
     axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
     names = list(dict.fromkeys(name for row in rows for name in row["families"]))
@@ -106,7 +106,8 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
         if at is not None:
             panel.axvline(at, color="0.5", ls="--", lw=1)
         unit = {"bytes": " (bytes)", "seconds": " (s)"}.get(measure, "")
-        panel.set(xscale="log", yscale="log", xlabel="px" if kind == "image" else "seconds", title=label + unit)
+        panel.set(xscale="log", yscale="log", title=label + unit)
+        panel.set_xlabel("side (px)" if kind == "image" else "duration (s)")
         panel.title.set_size(9)
         panel.grid(alpha=0.25)
     axes[0].legend(fontsize=8)
@@ -121,10 +122,10 @@ def _family_line(name: str, place: int) -> dict[str, Any]:
 
 
 def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Correct answers in percent: a line per mechanism that was taken away, a column per kind of question.
+    """Draw correct answers in percent: one row per removed mechanism, one column per kind of question.
 
-    rows: of one model in `data/measurements/ablations.json`. A framed cell is one that lost answers; the first line is
-    the model as it is, and what guessing gives stands below each kind.
+    rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that lost answers. The first
+    row is the unchanged model, and the score of guessing is below each kind.
     """
     lines = list(dict.fromkeys(row["without"] for row in rows))
     kinds = {row["question"]: row["chance"] for row in rows}
@@ -139,7 +140,7 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(range(len(kinds)), [f"{kind}\n(chance {chance:.0%})" for kind, chance in kinds.items()], fontsize=8)
     ax.set_yticks(range(len(lines)), [line or "as it is" for line in lines], fontsize=8)
     ax.set(xlim=(-0.5, len(kinds) - 0.5), ylim=(len(lines) - 0.5, -0.5), title=f"{rows[0]['model']}, correct answers")
-    ax.set(xlabel="question", ylabel="without")
+    ax.set(xlabel="question", ylabel="what was changed")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return ax

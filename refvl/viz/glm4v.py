@@ -4,7 +4,7 @@ plot_position_table  where the patches of images sample the table, and one sampl
 plot_patch_values    a number per patch, laid over the image
 plot_timelines       the frames of a video that each variant samples, and the timestamps it writes
 plot_clip_tokens     prompt tokens of a video against its duration
-plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
+plot_clip_prompt     a video's part of the prompt, one frame per row, with pruned tokens faded
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
 RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
 _SECOND = {"facecolor": HIGHLIGHT, "alpha": 0.4, "edgecolor": "none", "pad": 1.2}
-_LABELS = 16  # timestamps written along a timeline, at most
+_LABELS = 16  # the largest number of timestamps on a timeline
 
 
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Draw, per image, the table under the patches' centres, and one channel as sampled, bicubic and nearest.
+    """Draw, for each image, the table under the patches' centres, and one channel sampled as bicubic and as nearest.
 
     table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
     Returns that array. Raises ValueError for a table that is not a matrix.
@@ -74,7 +74,7 @@ def plot_patch_values(
 ) -> Axes:
     """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order, like all patch rows.
 
-    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: of the colours.
+    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: the range of the colours.
     Raises ValueError for values of a shape other than (h * w,).
     """
     h, w = grid_hw
@@ -92,7 +92,7 @@ def plot_patch_values(
 def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
     """Draw the frames of a video that each variant samples, two per grid step, with the timestamp of each step.
 
-    duration: seconds. fps: of the video. Steps alternate in shade, to show the pairs.
+    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the pairs.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -104,7 +104,7 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     names = [f"{variant}\n{RELEASES[variant]}" for variant in variants]
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
-    ax.set(xlabel="second of the video", ylim=(-len(variants) + 0.1, 0.8))
+    ax.set(xlabel="time in the video (s)", ylim=(-len(variants) + 0.1, 0.8))
     ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: sampled frames and written timestamps")
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
@@ -127,13 +127,13 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
 def plot_clip_tokens(
     seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw prompt tokens of a video over its duration, a line per variant; both axes are logarithmic."""
+    """Plot the prompt tokens of a video against its duration, one line per variant, on log-log axes."""
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         label, width = (
             f"{variant} ({RELEASES[variant]})",
             6 - 2 * i,
-        )  # where two agree, the thinner is drawn on the thicker
+        )  # if two agree, the thinner line is on top
         ax.plot(seconds, counts, "o-", ms=width + 2, lw=width, color=VARIANT_COLORS[variant], label=label)
     ax.set(xscale="log", yscale="log", xlabel="duration (s)", ylabel="tokens", title=title)
     for axis in (ax.xaxis, ax.yaxis):
@@ -144,9 +144,9 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the prompt's part of one video, a row per grid step: begin, tokens, end, and the timestamp.
+    """Draw one video's part of the prompt, one row per grid step: begin, video tokens, end, and the timestamp.
 
-    trace: of a GLM model, whose `keep` fades pruned tokens. processor: the model's, for its words.
+    trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's processor, for its words.
     Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:
@@ -168,7 +168,8 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
                 _box(ax, x, row, HIGHLIGHT, processor.tokenizer.decode([ids[place]]).strip())
     kept = sum(sum(keep[span.offset : span.offset + span.num_tokens]) for span in trace.spans)
     total = sum(span.num_tokens for span in trace.spans)
-    ax.set(xlim=(-0.1, width), ylim=(len(starts) - 0.05, -0.1), xticks=[], xlabel="tokens of the prompt, left to right")
+    ax.set(xlim=(-0.1, width), ylim=(len(starts) - 0.05, -0.1), xticks=[])
+    ax.set_xlabel("tokens of the prompt, left to right\n[ and ]: beginning and end of an image; orange: timestamp")
     ax.set_yticks([row + 0.45 for row in range(len(starts))], [f"step {row}" for row in range(len(starts))])
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_visible(False)

@@ -1,4 +1,4 @@
-"""Encoder graphs: what was recorded, what the buffers contain, which items share a replay, and how much is wasted.
+"""Encoder graphs: recorded operations, contents of the buffers, items that share a replay, and padding waste.
 
 plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
 plot_buffers         static buffers before a replay: the batch first, then padding
@@ -25,7 +25,7 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
-_MARKS = "o^sDvP<>"  # several series differ in markers as well as in colours
+_MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
 _WAYS = {  # columns of a measurement
     "eager": "eager",
     "planned": "eager, plan at hand",
@@ -75,15 +75,15 @@ def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | No
     ax.set_yticks(range(3), lanes)
     ax.invert_yaxis()
     busy, ends = sum(device_us), (eager[-1][1], sum(replay[-1]))
-    times = f"eager {ends[0]:.3g} us (device idle {1 - busy / ends[0]:.0%}), replay {ends[1]:.3g} us"
-    ax.set_title(f"{launch_us:g} us per launch: {times}", loc="left", fontsize=9)
+    times = f"eager {ends[0]:.3g} µs (device idle {1 - busy / ends[0]:.0%}), replay {ends[1]:.3g} µs"
+    ax.set_title(f"{launch_us:g} µs per launch: {times}", loc="left", fontsize=9)
     return ax
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
     """Draw the current contents of a graph's buffers, one panel per field; the part after the batch is shaded.
 
-    buffers: metadata at capacity, filled. planned: the metadata of the batch, whose lengths end the contents.
+    buffers: metadata at capacity, filled. planned: the metadata of the batch; its lengths are the ends of the contents.
     names: fields to show, by default all tensors. ax: an array of Axes, or None. Returns the Axes as a flat array.
     """
     rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
@@ -119,7 +119,8 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("position in the buffer", fontsize=8)
+    colors = "" if buffer.ndim == 1 else " (colour: value)"
+    ax.set_xlabel(f"position in the buffer{colors}", fontsize=8)
     ax.tick_params(labelsize=8)
 
 
@@ -169,7 +170,7 @@ def _packing_report(output_tokens: Sequence[int], batches: Sequence[Batch], titl
 
 
 def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw padding waste in percent over the number of captured graphs.
+    """Plot padding waste in percent against the number of captured graphs.
 
     waste: {name of a line: {number of graphs: share of the computed tokens that is padding}}.
     """
@@ -186,7 +187,7 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
 
 
 def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
-    """Draw milliseconds per call by image size: the median as a point, a line from it up to the 99th percentile.
+    """Plot milliseconds per call against image size: a point at the median, a line up to the 99th percentile.
 
     measurement: the output of `benchmarks/graphs.py`. images: images per call. The arithmetic at the device's peak is
     drawn if it is known. Raises ValueError for a number of images that was not measured.
@@ -214,7 +215,7 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
 def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "", ax=None) -> np.ndarray:
     """Draw the error of each recorded operation's result (left) and of each token's embedding (right).
 
-    One buffer was stale. row: of a `GraphExplorer`: logarithmic levels of the operations, relative errors of the
+    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of operations, relative errors of
     tokens. groups: names and numbers of consecutive operations. ax: two Axes, or None. Returns both.
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]

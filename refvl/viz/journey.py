@@ -57,12 +57,12 @@ SAID = (  # the labels of `Numbers`
 
 
 class Asked(NamedTuple):
-    """A request about a file of the repository, for one of its checkpoints."""
+    """A question about a file of the repository, for a shipped checkpoint."""
 
     name: str
     checkpoint: str
     question: str
-    options: dict[str, Any]  # images, videos, and those of `VLM.chat`
+    options: dict[str, Any]  # images, videos, and other arguments of `VLM.chat`
 
 
 _SCENE, _CIRCLE = {"images": [DATA / "pictures" / "scene.png"]}, "What color is the circle?"
@@ -195,7 +195,7 @@ def _made(stage: str, text: str, figures: Sequence[str]) -> str:
     if not text and not figures:
         return ""
     said = f'<p class="made">{html.escape(text)}</p>' if text else ""
-    return f'<aside aria-label="What the stage {html.escape(stage)} made">{said}{"".join(figures)}</aside>'
+    return f'<aside aria-label="Results of the stage {html.escape(stage)}">{said}{"".join(figures)}</aside>'
 
 
 def _section(place: int, stage: str, aside: str, articles: Sequence[str]) -> str:
@@ -258,7 +258,7 @@ def _fold(function: Function, lines: range, links: str) -> str:
 
 
 def _line(function: Function, line: int, links: str, stops: bool) -> str:
-    """Return a line of code, without its function's margin. stops: it starts lines that did not run, for readers."""
+    """Return a line of code, without its function's margin. stops: whether it starts lines that did not run."""
     code = coloured(function.path)[line][_margin(function, function.first) :]
     ran = " ran" if line in function.ran else ""
     spoken = '<span class="spoken">did not run: </span>' if stops else ""

@@ -1,8 +1,8 @@
 """MiniCPM-V: how an image is sliced, what each query attends to, and the cost of a video if frames are packed.
 
 plot_slices           the image with its slices, and the overview next to it
-plot_query_attention  heat maps over a slice: how much each query takes from each patch
-plot_frame_tokens     tokens of a video against its frames, one line per model
+plot_query_attention  heat maps over a slice: how much each query attends to each patch
+plot_frame_tokens     tokens of a video against its number of frames, one line per model
 plot_time_shift       how far embeddings move if frames get different times
 plot_canvas           the windows of a slice, their folds, and MiniCPM-V 4.7's positions of the tokens on the canvas
 """
@@ -80,12 +80,12 @@ def plot_query_attention(
     title: str = "",
     ax=None,
 ) -> np.ndarray:
-    """Draw a heat map per query over its slice: brighter where the query takes more.
+    """Draw one heat map per query over its slice: a brighter patch gets more of the query's attention.
 
     image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per query, its L = h * w
-    patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
-    columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
-    Raises ValueError for weights of a shape other than (queries, h * w).
+    patches row by row; all maps share one scale from 0 to the largest weight shown. queries: the queries to show, by
+    default all. columns: the maps per row, by default all. ax: an array of as many Axes as the maps need, or None.
+    Returns that array. Raises ValueError for weights of a shape other than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -102,7 +102,7 @@ def plot_query_attention(
         panel.set_visible(False)
     figure = axes.flat[0].figure
     if ax is None:
-        figure.colorbar(drawn, ax=axes, label="share of the query", shrink=0.8)
+        figure.colorbar(drawn, ax=axes, label="share of the attention", shrink=0.8)
         figure.suptitle(title)
     return axes
 
@@ -110,10 +110,11 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw tokens of a video over the number of sampled frames, a line per model; both axes are logarithmic."""
+    """Plot a video's tokens against the number of sampled frames, one line per model, on log-log axes."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
-    for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
-        ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
+    for place, ((name, counts), color) in enumerate(zip(tokens.items(), STAGE_COLORS, strict=False)):
+        width = max(6 - 2 * place, 1.5)  # where two lines agree, the thinner is drawn on the thicker
+        ax.plot(frames, counts, "o-", ms=width + 2, lw=width, color=color, label=name)
     ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
     ax.set_xticks(frames, [str(n) for n in frames])
     ax.minorticks_off()
@@ -125,11 +126,11 @@ def plot_frame_tokens(
 def plot_time_shift(
     seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw how far embeddings move, relative to their length, over the difference of times; a line per name."""
+    """Plot how far embeddings move, relative to their norm, against the time difference, one line per name."""
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
-    ax.set(xscale="log", xlabel="seconds", ylabel="moved by (% of the length)", title=title)
+    ax.set(xscale="log", xlabel="time difference (s)", ylabel="change of the tokens (% of their norm)", title=title)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
@@ -139,7 +140,7 @@ def plot_time_shift(
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
     """Plot windows of a slice, their two folds, and the canvas in three panels.
 
-    image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
+    image: anything `load_image` accepts, cut by `config`. positions_3L: (3, L), for its prompt; spans: its overview and
     slices. Separators are at their positions, and circles mark the overview. ax: three Axes, or None. Returns them.
     Raises ValueError if the image has no slices.
     """
@@ -194,11 +195,11 @@ def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaS
                 ax.text(at_w - 0.4, at_h - 0.4, str(k + 1), size=8, va="top", bbox=_NUMBER, color="white")
     overview = range(spans[0].offset, spans[0].offset + spans[0].num_tokens)
     marks = [i for i in range(first, last + 1) if i not in media]
-    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="marks")
+    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="separators")
     x, y = [w[i] for i in overview], [h[i] for i in overview]
     ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview", zorder=3)
     ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
     ax.set(
         xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
     )
-    ax.legend(fontsize=8, loc="lower left")
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)

@@ -1,4 +1,4 @@
-"""Data-parallel encoding: which rank encodes what, what is gathered, and the speed-up.
+"""Data-parallel encoding: the items of each rank, the gathered rows, and the speed-up.
 
 plot_assignment     one bar per rank with its items; hatched while the rank waits for the slowest
 plot_gather         the rows of an all-gather, rank by rank with padding, above the caller's order
@@ -21,7 +21,7 @@ def plot_assignment(
 ) -> Axes:
     """Draw one bar per rank: its items in order of assignment, numbered by arrival, hatched while it waits.
 
-    sizes: of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
+    sizes: the size of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
     """
     order, counts, loads = assignment
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))
@@ -36,7 +36,7 @@ def plot_assignment(
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
     right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure keeps that figure's width
-    ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
+    ax.set(xlabel=f"{unit} (hatched: waiting)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
     report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
@@ -81,16 +81,16 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
 
 
 def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the speed-up over the number of ranks, with the number of ranks as a dashed line.
+    """Plot the speed-up against the number of ranks; the dashed line is the number of ranks.
 
-    speed_up: {name of a line: {ranks: times as fast as one rank}}.
+    speed_up: {name of a line: {ranks: speed-up over one rank}}.
     """
     ax = axes_or_new(ax, figsize=(6.5, 4))
     ranks = sorted({n for curve in speed_up.values() for n in curve})
     ax.plot(ranks, ranks, "--", color="0.5", label="ideal")
     for (name, curve), color, marker in zip(speed_up.items(), STAGE_COLORS, "osd^v<>", strict=False):
         ax.plot(list(curve), list(curve.values()), color=color, marker=marker, ms=5, lw=1.8, label=name)
-    ax.set(xlabel="ranks", ylabel="times as fast as one rank", title=title or "speed-up", xticks=ranks)
+    ax.set(xlabel="ranks", ylabel="speed-up over one rank", title=title or "speed-up", xticks=ranks)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)

@@ -18,7 +18,7 @@ from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
 
-MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; smaller numbers than the first are left out
+MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # font sizes in points; numbers smaller than the first are left out
 
 
 def plot_patches(
@@ -37,7 +37,9 @@ def plot_patches(
     if numbers:
         places = merge_block_coordinates([grid], spatial_merge_size=config.merge_size).tolist()
         write_numbers(ax, dict(enumerate(places)), config.patch_size)
-    ax.set_xlabel(f"thin lines: patches of {config.patch_size} px; thick: merge blocks of {config.factor} px")
+    lines = f"thin lines: patches of {config.patch_size} px; thick: merge blocks of {config.factor} px"
+    framed = f"\norange: merge block{'s' * (len(highlight) > 1)} {', '.join(map(str, highlight))}"
+    ax.set_xlabel(lines + framed * bool(highlight))
     return ax
 
 
@@ -110,7 +112,9 @@ def plot_patch_rows(
         thumbnail = OffsetImage(picture, zoom=1.5, interpolation="nearest")
         ax.add_artist(AnnotationBbox(thumbnail, (-0.5, i), xybox=(-18, 0), boxcoords="offset points", frameon=False))
     _mark_channels(ax, config)
-    ax.set_title(f"patch rows: 3 channels x {config.temporal_patch_size} frames x P x P = {config.patch_values} values")
+    side = config.patch_size
+    factors = f"3 channels x {config.temporal_patch_size} frames x {side} x {side} px"
+    ax.set_title(f"patch rows: {factors} = {config.patch_values} values")
     return ax
 
 

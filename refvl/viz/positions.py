@@ -23,13 +23,13 @@ from refvl.positions import MediaSpan, merge_block_coordinates, vision_rotary_co
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}
-_LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line is drawn on the thicker one
+_LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # if the axes agree, the thinner line is on top
 
 
 def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], label: str = "") -> np.ndarray:
     """Return (rows, columns) Axes: the given ones, as one Axes or an array of that size, or those of a new figure.
 
-    label: the new figure in words, if the titles of its many panels are less clear.
+    label: a description of the new figure, for alt text that is clearer than the titles of many panels.
     """
     if ax is None:
         figure, axes = plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)
@@ -37,7 +37,7 @@ def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], labe
         return axes
     given = np.asarray(ax, dtype=object)
     if given.size != rows * columns:
-        raise ValueError(f"ax: this figure needs {rows} x {columns} axes, got {given.size}")
+        raise ValueError(f"ax: expected {rows} x {columns} axes, got {given.size}")
     return given.reshape(rows, columns)
 
 
@@ -123,7 +123,7 @@ def _legend(ax: Axes, kinds: Sequence[str]) -> None:
 
 
 def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int = 6, ax=None) -> np.ndarray:
-    """Draw t, h and w of every token of an item, one column per frame (at most `max_frames`, the first ones).
+    """Draw t, h and w of every token of an item, one column per frame, for the first `max_frames` frames.
 
     positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that array.
     Raises ValueError for positions of a shape other than (3, L).
@@ -177,7 +177,7 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
 def plot_place_answers(
     truths: Sequence[str], answers: Sequence[str], places: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw how often each location is answered (columns) per true location (rows); other answers have a last column.
+    """Draw how often each true location (row) gets each answer (column); the last column counts all other answers.
 
     The diagonal is correct. places: the names in order.
     """

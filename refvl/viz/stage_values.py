@@ -74,7 +74,7 @@ def values(journey: Journey, stage: str) -> list[str]:
 
 
 def first_picture(journey: Journey) -> str:
-    """Return the first image of the request, or a frame from the middle of the first video, small."""
+    """Return a thumbnail of the request's first image, or of the middle frame of its first video."""
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
@@ -240,7 +240,7 @@ def _rows_box(kept: int, count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """A plot of positions over tokens; in pixels."""
+    """A plot of positions against tokens, in pixels."""
 
     tokens: int
     high: int  # the largest position
@@ -283,7 +283,7 @@ def _positions(run: Any) -> str:
     parts += [plot.text(plot.x(0), bottom + 16, "start", "token 0")]
     parts += [plot.text(plot.x(right), bottom + 16, "end", f"token {right}")] * (right > 0)
     label = f"Positions of {plot.tokens} tokens: t, h and w go from 0 to {plot.high}; tokens of media are shaded"
-    note = f"generated tokens go on at {plot.tokens} + delta, delta {run.delta}"
+    note = f"generated tokens continue at {plot.tokens} + delta, delta {run.delta}"
     drawn = svg("positions", label, WIDE, plot.height + 52, "".join(parts))
     return figure(drawn, f"<b>positions</b> {tuple(positions.shape)}; {note}")
 

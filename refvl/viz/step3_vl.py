@@ -2,7 +2,7 @@
 
 plot_crops          the windows on the canvas, with the overview next to them
 plot_crop_prompt    the prompt of one image: crops, newline tokens, overview
-plot_crop_tokens    tokens by size of image, one line per aspect ratio
+plot_crop_tokens    tokens against image size, one line per aspect ratio
 plot_path_timeline  replays of both paths in the order in which they ran
 """
 
@@ -37,7 +37,7 @@ def plot_crops(
     _draw_canvas(left, overview, plan, picture.size)
     size = config.image_size
     image_axes(right, f"overview: {size} x {size} px, whatever the shape\n{image_tokens} tokens")
-    seen = overview.resize((size, size), Image.Resampling.BILINEAR)  # as sharp as the encoder gets it
+    seen = overview.resize((size, size), Image.Resampling.BILINEAR)  # at the resolution of the encoder's input
     right.imshow(seen, extent=(0, size, size, 0), interpolation="nearest")
     right.set_xlabel(_token_sum(plan.layout, crop_tokens, image_tokens))
     return np.array([left, right])
@@ -105,7 +105,7 @@ def plot_crop_tokens(
     image_tokens: int = 169,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw tokens in the prompt over the long side of an image, one line per aspect ratio (width, height)."""
+    """Plot the prompt tokens of an image against its long side, one line per aspect ratio (width, height)."""
     ax = axes_or_new(ax, figsize=(8, 4))
     sides = np.arange(max_side // 400, max_side + 1, max(1, max_side // 400))
     for (width, height), color in zip(ratios, STAGE_COLORS, strict=False):
@@ -150,7 +150,7 @@ def plot_path_timeline(
         start += length
     ax.set_yticks(range(len(paths)), paths)
     ax.set(
-        xlim=(0, whole),
+        xlim=(0, 1.005 * whole),
         ylim=(max(1, len(paths)) - 0.5, -0.5),
         xlabel="output tokens computed so far (hatched: padding)",
     )

@@ -47,7 +47,7 @@ HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
     """Make a notebook's inline figures light and sharp, in `STAGE_COLORS`, and give them alt text: `as_output`.
 
-    dpi: pixels of the page to an inch of the figure. heavy: as in `as_output`.
+    dpi: page pixels per inch of the figure. heavy: as in `as_output`.
     """
     from IPython import get_ipython
     from matplotlib_inline.backend_inline import set_matplotlib_formats
@@ -55,7 +55,7 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
     plt.rcParams["figure.dpi"] = dpi
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=STAGE_COLORS)
     if (shell := get_ipython()) is not None:
-        set_matplotlib_formats()  # sets the backend, which would otherwise add its own formatters
+        set_matplotlib_formats()  # set the backend first, because it would otherwise add its own formatters
         shell.display_formatter.mimebundle_formatter.for_type(Figure, partial(as_output, heavy=heavy))
 
 

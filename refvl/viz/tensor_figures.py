@@ -24,7 +24,7 @@ from torch import Tensor
 from refvl.positions import invert_permutation
 from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
 
-WIDE, NARROW = 360, 170  # pixels of the page for a drawing at most, and if it has a neighbour
+WIDE, NARROW = 360, 170  # the largest width of a drawing in page pixels, alone and next to another one
 NUMBERED = 64  # a drawing with more cells has no numbers in them
 SHOWN_FRAMES = 6
 HEAT_ROWS, HEAT_COLUMNS = 48, 120
@@ -128,7 +128,7 @@ def in_words(numbers_HW: Tensor) -> str:
 
 
 def heat(x: Tensor, alt: str) -> str:
-    """Draw a 2-D tensor as coloured cells; of a large one, evenly spaced rows and columns."""
+    """Draw a 2-D tensor as coloured cells; a large tensor is reduced to evenly spaced rows and columns."""
     x = x.float()[spread(x.shape[0], HEAT_ROWS)][:, spread(x.shape[1], HEAT_COLUMNS)].nan_to_num()
     low, high = x.min(), x.max()
     start, stop = SEQUENCE_RANGES["light"]
@@ -179,7 +179,7 @@ def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
 
 
 def address(pixels: np.ndarray) -> str:
-    """Return the `data:` address of an image: WebP, lossy for a photograph, which is large and has many colours."""
+    """Return an image as the `data:` URL of a WebP, which is lossy if the image is large and has many colours."""
     colors = np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)
     is_photo = pixels.shape[0] * pixels.shape[1] > 20_000 and len(colors) > 256
     buffer = io.BytesIO()

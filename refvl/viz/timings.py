@@ -3,7 +3,7 @@
 plot_stage_timings  one bar per stage of a trace
 plot_stage_shares   one bar per question, its stages end to end
 plot_cost_curves    costs over sizes, with fitted exponents
-plot_roofline       operations per second over operations per byte, below the machine's limits
+plot_roofline       operations per second against operations per byte, below the machine's limits
 plot_gpu_estimates  matmuls, traffic and launches of a tower, as milliseconds of a GPU
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter
 
 from refvl.viz.style import STAGE_COLORS, axes_or_new
 
@@ -72,14 +73,16 @@ def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
     intensity = np.geomspace(1, 1e3, 200)
     for dtype, color in (("float32", STAGE_COLORS[0]), ("bfloat16", STAGE_COLORS[1])):
         roof = np.minimum(peaks[dtype], intensity * peaks["bytes_per_s"]) / 1e9
-        ax.loglog(intensity, roof, color=color, lw=1, label=f"{dtype}: best matmul, {peaks[dtype] / 1e9:.0f} G/s")
+        ax.loglog(intensity, roof, color=color, lw=1, label=f"{dtype}: best matmul, {peaks[dtype] / 1e9:.0f}")
         for row, marker in zip(measured["towers"], "ov^s<>Dp", strict=False):
             moved = sum(row["bytes"].values()) * (0.5 if dtype == "bfloat16" else 1)
             ways = ("float32", "onednn") if dtype == "float32" else (dtype,)
             rate = row["operations"] / min(row[way]["ms"] for way in ways) / 1e6
             label = f"{row['tower']}, {row['px']} px" if dtype == "float32" else None
             ax.plot(row["operations"] / moved, rate, marker, color=color, ms=6, ls="", label=label)
-    ax.set(xlabel="operations per byte that kernels read and write", ylabel="operations per second, 10$^9$")
+    ax.set(xlabel="operations per byte that kernels read and write", ylabel="10⁹ operations per second")
+    ax.yaxis.set_major_formatter(LogFormatter())
+    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # as numbers, without powers of ten
     ax.set_title(f"towers under the roof of {measured['device']}, one thread")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     ax.grid(alpha=0.25)

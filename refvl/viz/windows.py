@@ -1,4 +1,4 @@
-"""Windows: which tokens share one, in which order they come, and which attend to each other."""
+"""Windows: the tokens of each window, their order, and the pairs that attend to each other."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -44,7 +44,7 @@ def plot_windows(
     else:
         places = [divmod(token, shape[1]) for token in index_M.tolist()]
         write_numbers(ax, dict(enumerate(places)), config.factor)
-    what = "order of the windows" if numbers == "windows" else "place of each merged token"
+    what = "order of the windows" if numbers == "windows" else "index after sorting"
     ax.set_xlabel(f"{len(centers)} windows of at most {window_size} px; numbers: {what}")
     return ax
 

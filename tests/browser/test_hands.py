@@ -8,7 +8,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from explorers_in import CONTRAST, made, shown
+from explorers_in import CONTRAST, made, shown, unfold
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
@@ -114,6 +114,7 @@ def test_every_word_can_be_read(opened, file, width, theme):
     device = PHONE if width == 390 else {"viewport": {"width": width, "height": 900}}
     page = opened(WATCH, **device, color_scheme=theme)
     root = page.locator(".refvl")
+    unfold(root)
     for canvas in page.locator("canvas[role=application]").all():
         canvas.press("ArrowRight")
     shown(root)
@@ -130,8 +131,13 @@ def test_every_word_can_be_read(opened, file, width, theme):
 
 def test_a_finger_hits_every_control(opened):
     page = opened(**PHONE)
-    sizes = page.evaluate("""() => [...document.querySelectorAll('.refvl input, .refvl select, .refvl button')]
-        .map(e => e.getBoundingClientRect()).map(box => [box.width, box.height])""")
+    unfold(page.locator(".refvl"))
+    controls = ".refvl input:enabled, .refvl select:enabled, .refvl button, .refvl details:not([hidden]) > summary"
+    sizes = page.evaluate(
+        """controls => [...document.querySelectorAll(controls)]
+        .map(e => e.getBoundingClientRect()).map(box => [box.width, box.height])""",
+        controls,
+    )
     assert sizes and min(min(size) for size in sizes) >= TARGET
 
 

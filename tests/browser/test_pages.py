@@ -13,7 +13,7 @@ from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
 
 pytestmark = pytest.mark.browser
-STILLS = {"windows": 37, "attention": 9, "positions": 62}  # of docs/explorers.md: explorers, and the item selected
+STILLS = {"windows": 37, "attention": 5, "positions": 62}  # of docs/explorers.md: explorers, and the item selected
 
 
 @pytest.fixture(scope="module", params=GALLERY)

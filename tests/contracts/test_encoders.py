@@ -689,7 +689,7 @@ def test_loading_is_strict(case):
     assert complaints["repeated (1)"] == twice
     assert complaints["nonfinite (1)"] == small
     misshapen = complaints["misshapen (5)"]
-    for text in (f"{longer} is (", f"{number} holds torch.int8", f"{short} holds torch.float8_e4m3fn"):
+    for text in (f"{longer} is (", f"{number} has dtype torch.int8", f"{short} has dtype torch.float8_e4m3fn"):
         assert text in misshapen
     for text in (f"{virtual} is on the meta device", f"{sparse} has layout torch.sparse_coo"):
         assert text in misshapen

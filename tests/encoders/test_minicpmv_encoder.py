@@ -127,13 +127,13 @@ def test_released_shapes(version, width, heads):
 
 
 def test_bad_configs_are_named():
-    with pytest.raises(ValueError, match="hidden_size: must be a multiple of its 3 heads, got 385"):
+    with pytest.raises(ValueError, match="hidden_size: must be a multiple of 3 resampler heads, got 385"):
         MiniCPMVEncoderConfig.from_hf(config("2.6", hidden_size=385))
     with pytest.raises(ValueError, match="query_num: must be at least 1, got 0"):
         MiniCPMVEncoderConfig.from_hf(config("2.6", query_num=0))
     with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
         MiniCPMVEncoderConfig.from_hf({"hidden_size": 64, "query_num": 4})
-    with pytest.raises(ValueError, match="query_num: the queries of 2.0 form a square, got 6"):
+    with pytest.raises(ValueError, match="query_num: expected a square number for version 2.0, got 6"):
         build("2.0", query_num=6)
 
 

@@ -199,13 +199,13 @@ def test_no_slices(ours):
     [
         ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: slices of \[24\] patches exceed the 20"),
         ((2, 3, 14, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 0 must be 1, got 2"),
-        ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: strips must be whole patches of 14 px, got 281"),
+        ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: expected whole patches of 14 px, got 281"),
         ((1, 3, 28, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 2 must be 14"),
         ((1, 3, 14, 280), [(0, 5)], None, ValueError, r"tgt_sizes\[0\]: every extent must be at least 1, got \(0, 5\)"),
         ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected integers"),
         ((1, 3, 14, 280), [(1, 4, 5)], None, ValueError, r"tgt_sizes\[0\]: expected \(h, w\)"),
         ((1, 3, 14, 280), 4, None, TypeError, r"tgt_sizes: expected a sequence of \(h, w\), got int"),
-        ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: must hold as many patches per slice"),
+        ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: expected as many patches per slice"),
     ],
 )
 def test_bad_input_is_named(ours, shape, sizes, seen, error, message):

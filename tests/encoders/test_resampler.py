@@ -214,7 +214,7 @@ def test_bad_input_is_named(sizes, ids, error, message):
 
 
 def test_bad_grids_and_widths_are_named():
-    with pytest.raises(ValueError, match=r"tgt_size: \(4, 4\) does not hold the 20 patches of x"):
+    with pytest.raises(ValueError, match=r"tgt_size: expected h \* w = 20, the patches of x, got \(4, 4\)"):
         Resampler2(3, 64, 4, 48)(torch.zeros(1, 20, 48))
     with pytest.raises(ValueError, match="embed_dim: must be a multiple of num_heads=5, got 64"):
         Resampler2_5(6, 64, 5)

@@ -139,7 +139,7 @@ def test_the_true_last_index_gets_no_norm():
 
 def test_a_layer_behind_the_loaded_ones_is_a_warning():
     states = [torch.full((1, 2, 6), float(i)) for i in range(3)]
-    with pytest.warns(UserWarning, match="layer -1 of 4 lies beyond the 2 loaded ones; hidden state 1 is read"):
+    with pytest.warns(UserWarning, match="layer -1 of 4 is beyond the 2 loaded layers; hidden state 1 is read"):
         resolve_visual_encoder_outputs(states, None, select_layers=[-1], max_possible_layers=4)
 
 
@@ -148,10 +148,10 @@ def test_a_layer_behind_the_loaded_ones_is_a_warning():
     [
         ([torch.ones(1, 2, 6)], {}, r"encoder_outputs: without select_layers, expected .*\(one tensor\), got list"),
         (torch.ones(1, 2, 6), {"feature_select_strategy": "foo"}, "feature_select_strategy: expected one of .*'foo'"),
-        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [1]}, "max_possible_layers: must be given"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [1]}, "max_possible_layers: expected the tower's depth"),
         (torch.ones(1, 2, 6), {"select_layers": [1], "max_possible_layers": 2}, "expected the list of all hidden"),
-        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [3], "max_possible_layers": 4}, "layer 3 is not among 2 loaded"),
-        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [-6], "max_possible_layers": 4}, "layer -6 is not among"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [3], "max_possible_layers": 4}, "got layer 3"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [-6], "max_possible_layers": 4}, "got layer -6"),
         ([torch.ones(1, 2, 6)] * 3, {"select_layers": [], "max_possible_layers": 2}, "at least one layer"),
         (torch.ones(2, 6), {}, r"encoder_outputs: expected 3 dimensions \(B, N, D\)"),
     ],

@@ -202,7 +202,7 @@ def test_of_many_complaints_the_first_are_named(monkeypatch):
         ("patch_embed.proj.weight", torch.ones(16, 2, 3, 4, 4), r"is \(16, 2, 3, 4, 4\), expected \(16, 3, 2, 4, 4\)"),
         ("patch_embed.proj.weight", torch.ones(16, 6, 4, 4), r"is \(16, 6, 4, 4\), expected \(16, 3, 2, 4, 4\)"),
         ("blocks.0.attn.qkv.weight", torch.ones(3, 16, 16), r"is \(3, 16, 16\), expected \(48, 16\)"),
-        ("merger.ln_q.weight", torch.ones(16, dtype=torch.int8), "holds torch.int8, expected torch.float32"),
+        ("merger.ln_q.weight", torch.ones(16, dtype=torch.int8), "has dtype torch.int8, expected torch.float32"),
         ("merger.ln_q.weight", np.ones(16), "is a ndarray, expected a torch.Tensor"),
     ],
     ids=[
@@ -271,7 +271,7 @@ def test_a_tower_without_memory_is_refused():
     """On the meta device a copy would do nothing, silently."""
     with torch.device("meta"):
         encoder = new_encoder()
-    with pytest.raises(ValueError, match=r"is on the meta device; give it memory first \(`to_empty`\)"):
+    with pytest.raises(ValueError, match="expected memory, got the meta device; call `to_empty` first"):
         encoder.load_weights(released().items())
     encoder.to_empty(device="cpu").load_weights(released().items())
     assert torch.equal(encoder.merger.ln_q.weight, released()["merger.ln_q.weight"])

@@ -264,7 +264,7 @@ def test_a_frame_with_too_few_tokens_is_refused(dense):
     first = ids.index(dense.token_ids["image"])
     second = next(i for i in range(first, len(ids)) if ids[i] == dense.config.image_start_token_id) + 1
     moved = [*ids[:first], ids[first], *ids[first:second], *ids[second + 1 :]]
-    with pytest.raises(ValueError, match="placeholders of video 0 are not consecutive"):
+    with pytest.raises(ValueError, match="consecutive placeholders of video 0, got a gap"):
         dense.generate(**(inputs | {"input_ids": torch.tensor([moved])}))
 
 

@@ -172,7 +172,7 @@ def test_message_options(dense):
     assert (frames(), frames(fps=1), frames(num_frames=6), frames(max_frames=4)) == (10, 5, 6, 4)
     with pytest.raises(ValueError, match="expected fps, min_frames, max_frames, or num_frames alone"):
         frames(num_frames=6, fps=1)
-    with pytest.raises(ValueError, match="num_frames: the video has 132 frames, got 200"):
+    with pytest.raises(ValueError, match="num_frames: expected at most 132, the frames of the video, got 200"):
         frames(num_frames=200)
 
 
@@ -228,7 +228,7 @@ def test_the_layer_that_predicts_more_tokens_is_left_out(tmp_path):
     [
         ({"deepstack_visual_indexes": [1, 9]}, "deepstack_visual_indexes: must be different blocks, 0 to 3, got"),
         ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes: must be different blocks"),
-        ({"num_position_embeddings": 50}, "num_position_embeddings: must be a square, got 50"),
+        ({"num_position_embeddings": 50}, "num_position_embeddings: must be a square number, got 50"),
     ],
 )
 def test_sizes_that_make_no_tower_are_named(tmp_path, change, message):

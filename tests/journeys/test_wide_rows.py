@@ -172,7 +172,7 @@ def test_rows_of_another_width_are_refused_by_both_widths(vlm, tmp_path):
     narrow = refvl.load(make_checkpoint(tmp_path), device="cpu", progress=False)
     mixed = refvl.VLM(narrow.config, narrow.processor, vlm.encoder, narrow.language_model)
     hidden = narrow.language_model.config.hidden_size
-    with pytest.raises(ValueError, match=f"rows have {3 * hidden} values, the language model expects {hidden}"):
+    with pytest.raises(ValueError, match=f"expected rows of {hidden} values for the language model, got {3 * hidden}"):
         mixed.chat("What is it?", images=PHOTOS[:1])
     trace = vlm.trace(**REQUESTS["one image"], max_new_tokens=1)
     for model, rows, want in ((vlm, trace.embeds[0][:, :hidden], 3 * hidden), (narrow, trace.embeds[0], hidden)):

@@ -274,8 +274,8 @@ def test_a_step3_folder_has_a_tokenizer(tmp_path):
         ({"num_attention_groups": 2}, "num_attention_groups: expected 1, as in MFA, got 2"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: expected rope_type 'default',"),
         ({"moe_router_activation": "sigmoid"}, "moe_router_activation: expected 'softmax', got 'sigmoid'"),
-        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected some of the 3 layers, got \[3\]"),
-        ({"moe_top_k": 7}, "moe_top_k: expected at most all experts, got 7 of 6"),
+        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected indices of the 3 layers, got \[3\]"),
+        ({"moe_top_k": 7}, "moe_top_k: expected at most 6, all experts, got 7"),
         ({"moe_top_k": 0}, "moe_top_k: must be at least 1"),
     ],
 )

@@ -30,13 +30,21 @@ def test_it_was_measured_on_the_shipped_weights():
 def test_what_is_needed():
     """As docs/quality.md and the notebooks say it: what each model was seen to need, and no more."""
     needed = {(row["model"], row["mechanism"], row["question"]) for row in ROWS if row["needed"]}
-    assert {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"} == {
-        ("M-RoPE", "place"), ("seconds", "change"),
-    }  # fmt: skip
+    of_glm = {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"}
+    assert of_glm == {("M-RoPE", "place"), ("seconds", "change"), *(("size", kind) for kind in ablations.IMAGES)}
     assert {("tiny-qwen3_vl", "deepstack", "motion"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
     assert {("tiny-minicpmv-4_7", mechanism, "place") for mechanism in ("canvas", "slices")} <= needed
     assert not {"rotary", "windows"} & {mechanism for _, mechanism, _ in needed}
+    assert ("tiny-glm4v-table", "table", "place") in needed
     assert not {model for model, mechanism, _ in needed if mechanism == "table"} & {"tiny-qwen3_vl", "tiny-glm4v"}
+
+
+def test_the_table_is_followed():
+    """Rows and columns exchanged: at least 95 % of the places are mirrored; zeros: at most twice chance is correct."""
+    rows = {(r["without"], r["question"]): r for r in ROWS if r["model"] == "tiny-glm4v-table"}
+    exchanged, zeros = rows["table transposed", "place"], rows["table of zeros", "place"]
+    assert exchanged["follow"] >= 0.95 * exchanged["follow_of"] and exchanged["follow_of"] > 50
+    assert zeros["right"] <= 2 * zeros["chance"] * zeros["n"]
 
 
 def test_needed_is_what_the_intervals_say():

@@ -43,6 +43,9 @@ FIRST, SAMPLE, BAR = 100_000, 16, 0.95
 SCENES = [family for family in map(find_family, family_names()) if is_read_here(family.folder.name)]
 ALL = [*SCENES, STEP3]
 KINDS = [(family, kind) for family in SCENES for kind in evaluate_tiny.kinds_of(family)]
+TABLE = find_family("glm4v_table")
+OF_TABLE = ("place", evaluate_tiny.MIRRORED, "place, table of zeros")  # its other kinds are those of GLM
+KINDS += [(TABLE, kind) for kind in OF_TABLE]
 LISTED = [family for family in ALL if family.folder.name != "tiny-minicpmv-4_7"]  # whose released files are known
 
 
@@ -125,7 +128,7 @@ def test_draw_throws_held_out_sentences_away(monkeypatch):
 # ---------------------------------------------------------------------------------------------- the folder
 
 
-@pytest.mark.parametrize("family", ALL, ids=name_of)
+@pytest.mark.parametrize("family", [*ALL, TABLE], ids=name_of)
 def test_the_weights_are_those_of_the_log(family):
     """The log begins with the recipe of the code and ends with the digest of the weights."""
     rows = [json.loads(line) for line in (family.folder / "training_log.jsonl").read_text().splitlines()]
@@ -144,6 +147,14 @@ def test_the_folder_is_what_the_script_writes(family, tmp_path):
     assert written | {"training_log.jsonl"} == {file.name for file in family.folder.iterdir()}
     for name in written - {"model.safetensors"}:
         assert (tmp_path / name).read_text() == (family.folder / name).read_text(), name
+
+
+def test_a_variant_differs_in_its_weights_alone():
+    """Oracle: the other files of the folder from which its training begins."""
+    names = {file.name for file in TABLE.begins_in.iterdir()}
+    assert names == {file.name for file in TABLE.folder.iterdir()}
+    same = {name for name in names if (TABLE.begins_in / name).read_bytes() == (TABLE.folder / name).read_bytes()}
+    assert names - same == {"model.safetensors", "training_log.jsonl"}
 
 
 CLASSES = {

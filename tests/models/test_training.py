@@ -12,7 +12,7 @@ from closeness import assert_agree
 from safetensors.torch import load_file
 from shipped import shipped
 
-from data.training import evaluate_tiny, run, scenes, train_tiny
+from data.training import evaluate_tiny, run, scenes, train_relations, train_tiny
 from data.training.tiny_family import find_family
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 
@@ -203,3 +203,47 @@ def test_another_checkpoint_than_the_recipe_names_is_refused():
     recipe = train_tiny.Recipe(begin_with="0" * 64)
     with pytest.raises(ValueError, match="begin_with: expected the digest of the weights in .*tiny-glm4v"):
         train_tiny.make_trainer("glm4v_table", recipe, 0)
+
+
+# -------------------------------------------------------------------------------- rotary angles and windows
+
+
+def test_neighbours_and_windows_are_those_of_the_plan():
+    """Oracle: the rows and columns in the changed plan itself, and which tokens its windows contain."""
+    plan, rng = shipped("tiny-qwen2_5_vl").encoder.plan([(1, 6, 6)] * 2), np.random.default_rng(0)
+    same = train_relations.AS_IT_IS(plan)
+    assert all(getattr(same, x).equal(getattr(plan, x)) for x in ("positions", "window_index", "reverse_index"))
+    for _ in range(10):
+        seen = train_relations.Arrangement(rng.permutation(9), rng.permutation(9))
+        changed = seen(plan)
+        patches = changed.positions.unflatten(0, (-1, 4))[changed.reverse_index].unflatten(0, (2, 9))
+        assert patches[0].equal(patches[1]) and (patches // 2 == patches[..., :1, :] // 2).all()
+        places, ends = (patches[0, :, 0] // 2).tolist(), (changed.cu_window_seqlens // 4).tolist()
+        windows = [set(changed.window_index[first:last].tolist()) for first, last in itertools.pairwise(ends)]
+        for cell, (row, column) in enumerate(places):
+            for way, (down, right) in train_relations.WAYS.items():
+                there = [row + down, column + right]
+                wanted = places.index(there) if there in places else None
+                assert seen.neighbour(cell, way) == wanted
+            assert [set(seen.others(cell)) | {cell}] == [window for window in windows if cell in window]
+
+
+def test_relations_are_asked_and_labelled_alike():
+    """Oracle: the label of the probe for the same cell and direction, under exchanged coordinates and windows."""
+    rng, asked = np.random.default_rng(0), set()
+    for index in range(20):
+        scene = scenes.draw_scene("test", index)
+        seen = train_relations.Arrangement(rng.permutation(9), rng.permutation(9))
+        names, others = train_relations.labels_of(scene, seen)
+        for question in train_relations.questions(scene, seen):
+            [thing] = [t for t in scene.things if f"the {t.color} {t.shape}?" in question.text]
+            if question.kind == "neighbour":
+                [i] = [i for i, way in enumerate(train_relations.WAYS) if f" {way} " in question.text]
+                shape, color = names[thing.place, i]
+                words = (*scenes.COLORS,)[color - 1], scenes.SHAPES[shape - 1]
+                assert question.answer == (f"a {words[0]} {words[1]}" if shape else train_relations.NOTHING)
+            else:
+                here = [(*scenes.SHAPES, *scenes.COLORS)[i] for i in np.flatnonzero(others[thing.place])]
+                assert all(word in question.answer for word in here) and len(here) in (0, 2)
+            asked.add((question.kind, question.answer == train_relations.NOTHING))
+    assert len(asked) == 4

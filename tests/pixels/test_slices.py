@@ -180,7 +180,7 @@ def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
     [
         (lambda: SliceConfig(max_slice_nums=0), "max_slice_nums: must be at least 1, got 0"),
         (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
-        (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: this preprocessing always has"),
+        (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: expected True, the only supported value"),
         (lambda: slice_grid(0, 10, CONFIG), "width: must be at least 1"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
     ],

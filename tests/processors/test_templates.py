@@ -112,7 +112,7 @@ def test_greedy_templates_end_in_one_sentence(processor, monkeypatch, name):
     monkeypatch.setattr(templates, "SECONDS", 1)
     made = processor(GREEDY[name])
     with pytest.raises(
-        ValueError, match=r"prompt: the chat template of this checkpoint refuses the messages \(rendering takes more"
+        ValueError, match=r"prompt: the chat template of this checkpoint rejects the messages \(rendering takes more"
     ):
         made.apply_template(MESSAGES)
 

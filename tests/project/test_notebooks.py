@@ -33,7 +33,7 @@ INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|
 MAX_OUTPUTS = 4_000_000  # bytes, of all notebooks together
 FIRST_COURSE = ("00", "01", "02", "03", "04", "05")
 MAX_MINUTES, MAX_TOGETHER = 45, 240  # of each notebook of the first course, and of the six, by a learner's clock
-MAX_ENCODE_ONCE = 22  # minutes of notebook 14
+MAX_ENCODE_ONCE = 20  # minutes of notebook 14
 COLUMNS = 100  # of printed text
 ONE_EXERCISE = {"04_graph_capture", "05_graph_budgets", "14_encode_once"}  # which builds something and repairs as well
 GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")

@@ -243,7 +243,7 @@ IDS = torch.tensor([[5, 6, 7]])
 BAD_PROMPTS = {
     "above the vocabulary": ({"input_ids": torch.tensor([[5, 6], [5, 1088]])}, "input_ids[1]: token 1088 is not in"),
     "far above": ({"input_ids": torch.tensor([[2**40, 6]])}, "input_ids[0]: token 1099511627776 is not in"),
-    "negative": ({"input_ids": torch.tensor([[5, -1, 6]])}, "token -1 is not in the vocabulary, 0 to 1087"),
+    "negative": ({"input_ids": torch.tensor([[5, -1, 6]])}, "expected token ids from 0 to 1087, got -1"),
     "no token": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
     "no prompt": ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
     "bytes": ({"input_ids": IDS.to(torch.uint8)}, "input_ids: expected int32 or int64, got dtype torch.uint8"),

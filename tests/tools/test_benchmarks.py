@@ -86,7 +86,7 @@ def test_layers_that_torch_does_not_count_stop_a_benchmark(small, monkeypatch):
 def test_all_products_of_the_cost_curves_are_counted(small):
     """Attention, towers, decode steps and prefills; the other curves multiply no matrices."""
     assert [row["curve"] for row in measure_curves()] == [
-        "attention in windows", "attention over full frames", "tower, windows only", "tower, by frames of a clip",
+        "attention in windows", "attention over full frames", "tower, windows only", "tower, by frames of a video",
         "tower, by items of a batch", "decode step", "prefill",
     ]  # fmt: skip
 

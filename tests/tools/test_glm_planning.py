@@ -109,9 +109,9 @@ def test_sides_of_glm_ga_are_multiples_of_what_its_files_ask():
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("glm4v", "glm4v: 2 frames a second up to 300 s, longer videos are spread (assumed: without processor files"),
-        ("glm46v", "glm46v: 6, 2 or 1 frames a second, fewer for longer videos, 640 at most"),
-        ("glmga", "glmga: 2 frames a second, 640 at most"),
+        ("glm4v", "glm4v: 2 frames per second up to 300 s, spread evenly beyond (assumed: without processor files"),
+        ("glm46v", "glm46v: 6, 2 or 1 frames per second, fewer for longer videos, 640 at most"),
+        ("glmga", "glmga: 2 frames per second, 640 at most"),
     ],
 )
 def test_info_says_how_clips_are_sampled_and_when_it_assumes(model_type, words):

@@ -193,6 +193,24 @@ def test_module_is_one_file_without_imports(name):
     assert found == ["export default explorer(view => {"]
 
 
+def test_the_tower_brings_patches_closer_to_their_token():
+    """What the page says: more than half of the patches gain, in the scene all. Oracle: the same sums, pair by pair."""
+    explorer = make("tower")
+    for watched, shown in zip(explorer.watched.values(), explorer.shared["pictures"], strict=True):
+        states, block = watched.trace.tower_hidden_states, watched.merge**2
+        leads = []
+        for state in (states[0].double().numpy(), states[-1].double().numpy()):
+            own = state - state.mean(0)
+            own /= np.linalg.norm(own, axis=1, keepdims=True)
+            alike, token = own @ own.T, np.arange(len(own)) // block
+            mates = (token[:, None] == token) & ~np.eye(len(own), dtype=bool)
+            rest = token[:, None] != token
+            leads.append((alike * mates).sum(1) / mates.sum(1) - (alike * rest).sum(1) / rest.sum(1))
+        assert shown["closer"] == (leads[1] > leads[0]).sum() > len(token) / 2
+    assert explorer.shared["pictures"][0]["closer"] == len(explorer.shared["pictures"][0]["patches"])
+    assert explorer.first_patch - explorer.first.looked_at_most in range(explorer.first.merge**2)
+
+
 class Squares(Explorer):
     """The smallest explorer there is."""
 
@@ -219,11 +237,11 @@ def test_states_are_all_combinations_unless_given():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="rows: expected one for each of 6 states, got 5"):
         Squares(SQUARES, rows(5))
-    with pytest.raises(ValueError, match=r"start: \(4, 'm'\) is not a state"):
+    with pytest.raises(ValueError, match=r"start: expected one of the states .* got \(4, 'm'\)"):
         Squares(SQUARES, rows(), start=(4, "m"))
     with pytest.raises(traitlets.TraitError, match="index: expected 0 to 5, got 6"):
         Squares(SQUARES, rows()).index = 6
-    with pytest.raises(ValueError, match="expected integers of 32 bits, got 0 to 4294967296"):
+    with pytest.raises(ValueError, match="expected 32-bit integers, got 0 to 4294967296"):
         Squares(SQUARES, rows(), shared={"large": np.array([0, 2**32])})
 
 

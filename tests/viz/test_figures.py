@@ -99,7 +99,7 @@ def test_strips_draw_onto_the_axes_given_or_their_own(size, draw):
     assert list(drawn.flat) == list(given.flat) and all(ax.has_data() for ax in given.flat)
     assert np.array(draw(None)).shape == drawn.shape
     count = size[0] * size[1]
-    with pytest.raises(ValueError, match=rf"ax: this figure needs .* axes, got {count + 1}"):
+    with pytest.raises(ValueError, match=rf"ax: expected .* axes, got {count + 1}"):
         draw(plt.subplots(1, count + 1, squeeze=False)[1])
 
 

@@ -97,7 +97,7 @@ def test_explorers_refuse_what_they_cannot_draw(model, monkeypatch):
     monkeypatch.setattr("refvl.viz.explorers.watched.MAX_PATCHES", 30)
     with pytest.raises(ValueError, match="questions: expected at least one"):
         viz.explore_attention(model, {})
-    with pytest.raises(ValueError, match=r"questions\['large'\]: its image has 36 patches, at most 30 are drawn"):
+    with pytest.raises(ValueError, match=r"questions\['large'\]: expected an image of at most 30 patches, got 36"):
         viz.explore_tower(model, {"large": ("Why?", SCENE)})
     other = shipped("tiny-minicpmv-4_5")
     with pytest.raises(ValueError, match="model: expected a family with grids of patches, got MiniCPM-V 4.5"):

@@ -31,7 +31,7 @@ def test_readings_show_how_far_a_wrong_convention_is_off(family, right):
     """Oracle: `to_picture` for the right one; for the others its own sum."""
     ax = viz.plot_box_readings(BOX, picture=PICTURE, resized=RESIZED, family=family)
     said = from_picture([BOX], picture=PICTURE, resized=RESIZED, family=family).round()
-    assert ax.get_title() == f"{family} says {said[0].int().tolist()}"
+    assert ax.get_title() == f"{family} writes {said[0].int().tolist()}"
     picture, thing, *readings = ax.patches
     assert corners(picture) == [0, 0, *PICTURE] and corners(thing) == [*BOX]
     [want] = to_picture(said, picture=PICTURE, resized=RESIZED, family=family).tolist()

@@ -166,5 +166,5 @@ def test_lanes_show_launches_an_eager_run_and_a_replay():
         [(box.x0, box.width) for box in (path.get_extents() for path in lane.get_paths())] for lane in ax.collections
     ]
     assert bars == [[(0, 5), (5, 5)], [(5, 3), (10, 3)], [(5, 3), (8, 3)]]
-    assert ax.get_title("left") == "5 us per launch: eager 13 us (device idle 54%), replay 11 us"
+    assert ax.get_title("left") == "5 µs per launch: eager 13 µs (device idle 54%), replay 11 µs"
     plt.close("all")

@@ -46,4 +46,4 @@ def test_speed_up_draws_the_ideal_and_each_line(ax):
         "by size": ([1, 2, 4], [1.0, 1.9, 3.1]),
         "by count": ([1, 2, 4], [1.0, 1.5, 1.8]),
     }
-    assert ax.get_xlabel() == "ranks" and "times" in ax.get_ylabel() and ax.get_ylim()[0] == 0
+    assert ax.get_xlabel() == "ranks" and "speed-up" in ax.get_ylabel() and ax.get_ylim()[0] == 0

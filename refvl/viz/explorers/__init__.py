@@ -1,13 +1,13 @@
-"""Explorers: Python computes a table, one plain ES module draws it, in Jupyter and on a page without a kernel.
+"""Explorers: Python computes a table, and a plain ES module draws it, in Jupyter or on a page without a kernel.
 
-How to write one, NAME, in four steps; `windows.py` and `windows.js` are the example:
+Writing an explorer called NAME takes four steps; `windows.py` and `windows.js` are the example:
 
-1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers of refvl's functions:
+1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers that refvl's functions compute:
 
        class NameExplorer(Explorer):
            _esm = module("NAME")
            title = "What it is"
-           asks = "What does it answer?"          # its page begins with these
+           asks = "What does it answer?"          # the page begins with these
            terms = "A budget is the largest number of tokens."
            action = "Drag the budget."
            takeaway = "More tokens, more windows."    # and ends with this sentence
@@ -15,30 +15,31 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
            def __init__(self, ...):
                super().__init__(
                    [Control("budget", "max tokens", [64, 128, 256]), Control("window", "window, px", [56, 112])],
-                   rows,              # a dict per state, with everything that is drawn there
-                   shared={...},      # data that all states draw; images by `photo(image)`
-                   start=(128, 112),  # an option per control: the initial state
+                   rows,              # one dict per state, with everything that it draws
+                   shared={...},      # data shared by all states; `photo(image)` adds an image
+                   start=(128, 112),  # the initial state, one option per control
                )
 
-           def figure(self):          # the current state as a matplotlib Figure, by plot_* functions
-           def describe(self):        # the current state as one plain sentence: alt text, and output in a terminal
+           def figure(self):          # the current state as a matplotlib Figure, drawn by plot_* functions
+           def describe(self):        # the current state as plain text: alt text, and the output in a terminal
 
    Values are nested lists and dicts, numbers, strings, arrays and tensors; equal arrays are stored once. The states are
-   all combinations of options; the last control changes fastest. If combinations repeat others or do not exist, name
-   those that do: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers the options that exist for those of
-   the controls before it. An explorer too large for a dict per state overrides `row(index)` and draws from `shared`.
-   `fill` replaces the table later. The public function is `explore_NAME(...)` in `refvl/viz/explore.py`, which imports
-   the class when it is called, so `refvl.viz` itself does not need anywidget.
+   all combinations of options; the last control changes fastest. If some combinations repeat others or do not exist,
+   list the valid ones: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers only the options that exist
+   for the current options of the controls before it. An explorer that is too large for one dict per state overrides
+   `row(index)` and draws from `shared`. `fill` replaces the table later. The public function is `explore_NAME(...)` in
+   `refvl/viz/explore.py`, which imports the class when it is called, so `refvl.viz` itself does not need anywidget.
 
-2. `NAME.js`, which looks numbers up and draws them, and computes none; `shared.js` describes its helpers.
+2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the helpers.
 
-3. One line in `gallery.GALLERY`: the explorer on files of the repository. It becomes a page and is tested.
+3. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page and for the tests.
 
-4. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed again without the table.
+4. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed independently of the table.
 
-In the next cell, `explorer.index` (the state), `explorer.options` (its options by name) and `explorer.selected` (the
-item clicked or reached by arrow keys, -1 for none) follow the reader; setting `index` or `selected` changes the view.
-`page(explorer)` is the same as one HTML file that needs neither kernel nor network.
+After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name) and
+`explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the reader's choices. Setting
+`index` or `selected` changes the view.
+`page(explorer)` returns the explorer as a single HTML file that needs neither kernel nor network.
 """
 
 try:

@@ -1,10 +1,10 @@
-// A bar per rank: its items, each as long as it is large, and hatched while the rank waits for the slowest.
+// One bar per device: its images, as long as they are large; hatched while the device waits for the slowest.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const ROW = () => (view.big ? 52 : 32), LEFT = 60, TEXT = 200;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a rank's words stand below it
+  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone, the text of a device is below its bar
   const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
   const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
   const scale = () => (W() - LEFT) / longest();
@@ -30,14 +30,14 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
-    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time is proportional to ${view.shared.unit}. Hatched: the rank waits` + (alone() < 0 ? "" : `. Item ${alone()} fills a rank by itself, so more ranks would not help`),
+    name: () => `${sizes().length} images on ${ranks().length} devices, speed-up ${view.row.speed_up.toFixed(1)}`,
+    caption: () => `Speed-up over one device: ${view.row.speed_up.toFixed(1)}, if time is proportional to ${view.shared.unit}. Hatched: the device waits` + (alone() < 0 ? "" : `. Image ${alone()} fills a device by itself, so more devices would not help`),
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
       return hit ? hit.item : -1;
     },
-    step(i, dx, dy) {  // along a rank, and to the nearest rank with items
+    step(i, dx, dy) {  // along a device, and to the nearest one with images
       const line = rankOf(i), place = ranks()[line].items.indexOf(i);
       if (!dy) return ranks()[line].items[place + dx] ?? -1;
       for (let k = line + dy; ranks()[k]; k += dy) if (ranks()[k].items.length) return ranks()[k].items[Math.min(place, ranks()[k].items.length - 1)];
@@ -49,9 +49,9 @@ export default explorer(view => {
         const y = line * LINE(), end = LEFT + rank.load * scale();
         hatch(pen, end, y, W() - end, ROW());
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px sans-serif";
-        pen.fillText(`rank ${line}`, 0, y + ROW() / 2);
+        pen.fillText(`device ${line}`, 0, y + ROW() / 2);
         const count = rank.items.length;
-        const says = `${count} item${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`;
+        const says = `${count} image${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`;
         if (narrow()) pen.fillText(says, LEFT, y + ROW() + 10);
         else pen.fillText(says, W() + 8, y + ROW() / 2);
       });
@@ -70,22 +70,24 @@ export default explorer(view => {
     },
   });
 
-  // how much faster every number of ranks is, by both rules
+  // the speed-up of every number of devices, by both rules
   const H = () => (view.big ? 360 : 280), SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
   const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
   view.canvas({
-    name: () => "how many times as fast as one rank: by size and by count, for every number of ranks",
-    caption: () => `How many times as fast as one rank, with these ${sizes().length} items; drag to change the number of ranks. Thin line: ideal scaling`,
+    name: () => "speed-up over one device: by size and by count, for every number of devices",
+    caption: () => `Speed-up over one device for these ${sizes().length} images; drag to change the number of devices`,
     size: () => [C(), H()],
     drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
     draw(pen, width, height) {
       const y = speed => height - 24 - (speed - 1) * (height - 44) / Math.max(1, most() - 1);
       pen.textBaseline = "middle"; pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.fillStyle = view.colors.muted;
       for (let n = 1; n <= most(); n++) {
-        pen.textAlign = "center"; pen.fillText(n === most() && most() > 1 ? `${n} ranks` : n, column(n), height - 8);
+        pen.textAlign = "center"; pen.fillText(n, column(n), height - 8);
+        if (n === most() && n > 1) { pen.textAlign = "left"; pen.fillText("devices", column(n) + 8, height - 8); }
         if (n % 2) { pen.textAlign = "right"; pen.fillText(`${n} x`, SIDE - 6, y(n)); }
       }
       pen.beginPath(); pen.moveTo(column(1), y(1)); pen.lineTo(column(most()), y(most())); pen.stroke();
+      pen.textAlign = "left"; pen.fillText("ideal", column(most()) + 10, y(most()));
       const now = view.ease("ranks", column(ranks().length));
       pen.setLineDash([2, 3]); pen.beginPath(); pen.moveTo(now, 8); pen.lineTo(now, height - 20); pen.stroke(); pen.setLineDash([]);
       const last = [0, 1].map(rule => y(view.row.speed_ups[rule * most() + most() - 1]));
@@ -101,10 +103,11 @@ export default explorer(view => {
   });
 
   view.readout(() => {
-    const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1;
-    const waits = longest() - rank.load, unit = view.shared.unit;
-    return `item ${view.item}: ${sizes()[view.item]} ${unit}, on rank ${line} ${others ? `with ${others} more` : "alone"}, ` +
-      (waits ? `which waits for the time of ${waits} ${unit}` : "for which the others wait");
+    const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1, waits = longest() - rank.load;
+    return `image ${view.item}: on device ${line} ${others ? `with ${others} more` : "alone"}, ${waits ? "which waits" : "for which the others wait"}`;
+  }, () => {
+    const rank = ranks()[rankOf(view.item)], unit = view.shared.unit;
+    return `image ${view.item} has ${sizes()[view.item]} ${unit}; its device encodes ${rank.load} of them and waits for the time of ${longest() - rank.load} more. Images and devices are counted from 0`;
   });
   return { count: () => sizes().length };
 });

@@ -1,4 +1,4 @@
-"""Assignment: items of all sizes arrive, ranks share them by one of two rules, and wait for the slowest."""
+"""Assignment: images of many sizes arrive, one of two rules assigns them to devices, and all wait for the slowest."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from refvl.serving.parallel import get_speed_up
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.parallel import RULES, plot_assignment
 
-EITHER = "either"  # the rule, if both assign alike
+EITHER = "either"  # the name shown if both rules make the same assignment
 
 
 class AssignmentExplorer(Explorer):
@@ -20,9 +20,9 @@ class AssignmentExplorer(Explorer):
 
     _esm = module("assignment")
     title = "Who encodes what"
-    asks = "Which device (rank) encodes which image?"
-    terms = "Each device, or rank, has a copy of the image encoder. The answer waits until all images are encoded."
-    action = 'Choose "by count" instead of "by size" and see which ranks wait. Then drag the chart to more ranks.'
+    asks = "Which device encodes which image?"
+    terms = "Each device has a copy of the image encoder. The answer waits until all images are encoded."
+    action = 'Choose "by count" instead of "by size" and see which devices wait. Then drag the chart to more devices.'
     takeaway = "All devices wait for the one with the most patches, so balance the sizes of images, not their number."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
@@ -41,8 +41,8 @@ class AssignmentExplorer(Explorer):
                 (items, n, rule): self._row(items, assignment, speed_ups[items]) for rule, assignment in dealt.items()
             }
         controls = [
-            Control("items", "items", arrivals, kind="player"),
-            Control("ranks", "ranks", groups),
+            Control("items", "images", arrivals, kind="player", plays="add images"),
+            Control("ranks", "devices", groups),
             Control("rule", "assigned", [*RULES, EITHER], kind="menu"),
         ]
         middle = max(1, 3 * len(self.sizes) // 4)
@@ -52,7 +52,7 @@ class AssignmentExplorer(Explorer):
         )
 
     def _row(self, items: int, assignment, speed_ups: np.ndarray) -> dict:
-        """speed_ups: (rules, ranks) of these items."""
+        """Return the data of a state. speed_ups: (rules, ranks) for these items."""
         order, counts, loads = assignment
         dealt = iter(order)
         ranks = [{"items": list(islice(dealt, n)), "load": load} for n, load in zip(counts, loads, strict=True)]
@@ -70,6 +70,6 @@ class AssignmentExplorer(Explorer):
         (items, ranks, rule), row = self.states[self.index], self.row(self.index)
         loads = ", ".join(str(rank["load"]) for rank in row["ranks"])
         return (
-            f"{items} item{'s' * (items != 1)} on {ranks} rank{'s' * (ranks != 1)}, rule: {rule}; the ranks "
-            f"encode {loads} {self.unit}, {row['speed_up']:.1f} times as fast as one."
+            f"{items} image{'s' * (items != 1)} on {ranks} device{'s' * (ranks != 1)}, rule: {rule}; the devices "
+            f"encode {loads} {self.unit}, with a speed-up of {row['speed_up']:.1f} over one device."
         )

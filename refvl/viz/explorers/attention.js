@@ -37,15 +37,13 @@ export default explorer(view => {
   }
   const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
   const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
-  function dim(pen, key, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
-    pen.globalAlpha = 0.8 * (1 - view.ease(key, part / Math.max(1, most)));
-    pen.fillStyle = "#000"; pen.fillRect(x, y, side, side);
-    pen.globalAlpha = 1;
+  function dim(pen, key, x, y, side, part, most) {  // the cell with the most attention is not faded; colours stay true
+    view.fade(pen, x, y, side, side, 0.85 * (1 - view.ease(key, part / Math.max(1, most))));
   }
   function label(pen, text, x, y) {
     pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
-    pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y);
-    pen.fillStyle = "#fff"; pen.fillText(text, x, y);
+    pen.strokeStyle = view.colors.surface; pen.lineWidth = 3; pen.strokeText(text, x, y);
+    pen.fillStyle = view.colors.ink; pen.fillText(text, x, y);
   }
   function frame(pen, patch, side, color) {
     const [x, y] = corner(patch);
@@ -53,10 +51,10 @@ export default explorer(view => {
     pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
 
-  view.column("1. The answer looks at the image");
+  view.column("1. From the answer to the image");
   view.canvas({
-    name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} of its attention goes to the image. Bright: where it looks`,
+    name: () => `"${asked().prompt}" When the model chose "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
+      `layer ${view.option("layer")}, head ${view.option("head")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less a token is faded, the more it gets`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
@@ -69,17 +67,17 @@ export default explorer(view => {
   });
 
   const seeing = { name: () => {
-      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole image";
-      return `Before there were tokens: in the tower, the image encoder, patches look at patches. Block ${view.option("block")} (${inside}), ` +
+      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "full attention";
+      return `Before there are tokens, patches attend to each other in the tower (the image encoder). Block ${view.option("block")} (${inside}), ` +
         `${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}` +
-        (view.item < 0 ? ": point at a patch" : ": bright is what the framed patch looks at") + (inside === "windows" ? ". White lines: borders of windows" : "");
+        (view.item < 0 ? ": point at a patch" : ": the framed patch attends to those that are not faded") + (inside === "windows" ? ". Thick lines: borders of windows" : "");
     },
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
       seen.forEach((part, patch) => dim(pen, `patch ${patch}`, ...corner(patch), c, part, most));
-      pen.beginPath(); pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.5;
+      pen.beginPath(); pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
       for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
       for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
       pen.stroke();
@@ -99,9 +97,9 @@ export default explorer(view => {
 
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
-  view.column("2. The same in every layer and head");
+  view.column("2. All layers and heads");
   view.canvas({
-    name: () => `The darker an image token, the more attention "${asked().answer[token()]}" pays to it. A pale map: the head looks at the text. Choose one`,
+    name: () => `The more an image token stands out, the more attention it gets when the model chooses "${asked().answer[token()]}". In an even map, the head attends to the text. Choose a map`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -142,7 +140,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "Attention over the whole prompt: text tokens and image tokens",
-    size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), ROOF + BARS() + 84],
+    size: () => [view.fit(3 * W() + 48), ROOF + BARS() + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
       all.forEach((part, i) => {
@@ -167,13 +165,14 @@ export default explorer(view => {
   });
 
   view.readout(() => {
-    const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2), seen = tower(view.item);
+    const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2);
+    return `the patch in row ${row}, column ${column} is part of token ${t}, which gets ${percent(picture(weights())[t] / FULL)} of this head's attention`;
+  }, () => {
+    const seen = tower(view.item);
     const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
-    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the image, which gets ${percent(picture(weights())[t] / FULL)} ` +
-      `when "${asked().answer[token()]}" is chosen; the answer: ${asked().text}\n` +
-      `In block ${view.option("block")} of the tower it attends most to patch (${other[0]}, ${other[1]}), with ${percent(seen[best] / BYTE)}; ` +
-      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window`;
+    return `Block ${view.option("block")} of the tower: patch ${view.item} attends most to the patch in row ${other[0]}, column ${other[1]}, with ${percent(seen[best] / BYTE)}; ` +
+      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,

@@ -14,14 +14,15 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
-    "question": "question", "token": "word of the answer, number", "layer": "layer", "head": "head",
+    "question": "question", "token": "answer word (number)", "layer": "layer", "head": "head",
     "block": "encoder block", "tower_head": "encoder head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
+RARE = ("token", "block", "tower_head")
 
 
 class AttentionExplorer(WatchedExplorer):
-    """Attention of the answer to the image by layer and head, and of each patch by block and head of the tower.
+    """The explorer of attention: that of the answer to the image, and that of each patch in the tower, by head.
 
     Items are patches, numbered like the rows of the tower's input.
     """
@@ -48,7 +49,7 @@ class AttentionExplorer(WatchedExplorer):
             "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
         }
         controls = [
-            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider")
+            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider", rare=name in RARE)
             for name, options in offered.items()
         ]
         every = itertools.product(*offered.values())
@@ -62,7 +63,7 @@ class AttentionExplorer(WatchedExplorer):
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
-        """Return the data that all states of one question draw; shares in steps."""
+        """Return the data shared by all states of one question, with shares as integers."""
         trace, [span] = w.trace, w.trace.spans
         before = len(trace.input_ids) - 1
         some = next(weights for weights in trace.attentions if weights is not None)
@@ -109,16 +110,16 @@ class AttentionExplorer(WatchedExplorer):
     def describe(self) -> str:
         o, w = self.options, self.watched[self.options["question"]]
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
-        heads = "all heads on average" if o["head"] == "mean" else f"head {o['head']}"
+        heads = "the average head" if o["head"] == "mean" else f"head {o['head']}"
         return (
-            f'Asked "{w.prompt}", the model answers "{w.trace.text}"; choosing "{w.answer[o["token"] - 1]}", {heads} '
-            f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the image, "
-            f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
+            f'Asked "{w.prompt}", the model answers "{w.trace.text}". When it chose "{w.answer[o["token"] - 1]}", '
+            f"{heads} of layer {o['layer']} gave {float(looked.sum()):.0%} of its attention to the image, and at most "
+            f"{float(looked.max()):.0%} to a single one of the image's {len(looked)} tokens."
         )
 
 
 def _finder(w: Watched, layer: int) -> int:
-    """The head of a layer that gives the most attention to one token of the image."""
+    """Return the head of a layer that gives the most attention to a single image token."""
     return int(media_attention(w.trace)[layer].amax(-1).argmax())
 
 

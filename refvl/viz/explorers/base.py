@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def palette() -> dict[str, dict]:
-    """Return the colours of each theme, and 32 along a sequence, first to last."""
+    """Return the colours of each theme, including a ramp of 32 colours for sequences, from first to last."""
     ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
     return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
 
@@ -38,7 +38,7 @@ def module(name: str) -> str:
 
 
 def photo(image, *, side: int = 400) -> str:
-    """Return an image for the table: the `data:` address of a WebP whose longer side has at most `side` pixels."""
+    """Return an image as a `data:` URL for the table: a WebP whose longer side has at most `side` pixels."""
     picture = load_image(image).convert("RGB")
     picture.thumbnail((side, side))
     buffer = io.BytesIO()
@@ -51,21 +51,24 @@ class Control:
     """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
 
     options: numbers or strings, in order, without repetition. label: the text before the control, with the unit.
+    plays: the text on the button of a player, which says what will move. rare: whether the control is folded away.
     """
 
     name: str
     label: str
     options: Sequence
     kind: str = "slider"
+    plays: str = "play"
+    rare: bool = False
 
 
 class Explorer(anywidget.AnyWidget):
     """A table of states and a script that draws it; see `refvl.viz.explorers` for how to write one.
 
-    index: the current state. selected: the item that the reader chose in it, -1 for none; the subclass defines its
-    items. The reader and Python both set them. Raises ValueError for states and rows that do not fit.
-    asks, terms, action, takeaway: the question of its page, its terms explained, the suggestion to try, and the final
-    sentence.
+    index: the current state. selected: the item that the reader chose, -1 for none; each subclass defines its items.
+    The reader and Python can set both. Raises ValueError if there is not one row per state, or `start` is not a state.
+    asks, terms, action, takeaway: the question that its page asks, an explanation of the terms, something to try, and
+    the conclusion.
     """
 
     title = asks = terms = action = takeaway = "Explorer"
@@ -90,14 +93,14 @@ class Explorer(anywidget.AnyWidget):
         self.fill(controls, rows, shared=shared, states=states, start=start)
 
     def fill(self, controls, rows=(), *, shared=None, states=None, start=None) -> None:
-        """Replace the table, on the screen too; arguments as in the class."""
+        """Replace the table and redraw the explorer; the arguments are those of the class."""
         offered = [list(control.options) for control in controls]
         every = list(itertools.product(*offered)) if states is None else [tuple(state) for state in states]
         if rows and len(rows) != len(every):
             raise ValueError(f"rows: expected one for each of {len(every)} states, got {len(rows)}")
         start = every[len(every) // 2] if start is None else tuple(start)
         if start not in every:
-            raise ValueError(f"start: {start} is not a state; states are {every[0]} to {every[-1]}")
+            raise ValueError(f"start: expected one of the states {every[0]} to {every[-1]}, got {start}")
         table = Packed()
         packed = {"rows": [table.pack(dict(row)) for row in rows], "shared": table.pack(dict(shared or {}))}
         places = [[option.index(value) for option, value in zip(offered, state, strict=True)] for state in every]
@@ -122,16 +125,16 @@ class Explorer(anywidget.AnyWidget):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The current options, by name of their control."""
+        """The current options, by control name."""
         return {c["name"]: option for c, option in zip(self.controls, self._states[self.index], strict=True)}
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The data that all states draw."""
+        """The data shared by all states."""
         return self._shared
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return the data that the state `index` draws."""
+        """Return the data to draw for the state `index`."""
         return dict(self._rows[index])
 
     def figure(self) -> Figure:
@@ -139,11 +142,11 @@ class Explorer(anywidget.AnyWidget):
         raise NotImplementedError(f"{type(self).__name__}.figure")
 
     def describe(self) -> str:
-        """Return the current state as one sentence."""
+        """Describe the current state in plain text."""
         return f"{self.title}: " + ", ".join(f"{c['label']} {self.options[c['name']]}" for c in self.controls) + "."
 
     def _repr_mimebundle_(self, **kwargs):
-        """Return the widget; its figure for places where it cannot run; a sentence for places without images."""
+        """Return the widget, a figure for front ends that cannot run it, and a text for those without images."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         figure = self.figure()
         picture = base64.b64encode(png_of(figure)).decode()
@@ -156,7 +159,7 @@ class Packed:
     """Nested values for the browser: arrays become {"array": number}; equal arrays are stored once and compressed."""
 
     def __init__(self):
-        self._arrays: dict[tuple, int] = {}  # (dtype, shape, bytes) to its number
+        self._arrays: dict[tuple, int] = {}  # maps (dtype, shape, bytes) to the number of the array
 
     def pack(self, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -175,12 +178,12 @@ class Packed:
         return [{"dtype": dtype, "shape": shape} for dtype, shape, _ in self._arrays]
 
     def data(self) -> bytes:
-        """Return the arrays one after the other, each starting at a multiple of four bytes."""
+        """Return the arrays, concatenated at multiples of four bytes and compressed."""
         return zlib.compress(b"".join(data + bytes(-len(data) % 4) for _, _, data in self._arrays), 9)
 
 
 def _dtype(value: np.ndarray) -> str:
-    """Return the smallest type of a JavaScript array that fits the values; floats keep 32 bits."""
+    """Return the smallest dtype of a JavaScript typed array that fits the values; floats become float32."""
     if value.dtype.kind == "f":
         return "<f4"
     low, high = (int(value.min()), int(value.max())) if value.size else (0, 0)
@@ -188,4 +191,4 @@ def _dtype(value: np.ndarray) -> str:
         limits = np.iinfo(dtype)
         if limits.min <= low and high <= limits.max:
             return dtype
-    raise ValueError(f"table: expected integers of 32 bits, got {low} to {high}")
+    raise ValueError(f"table: expected 32-bit integers, got {low} to {high}")

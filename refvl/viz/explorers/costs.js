@@ -1,4 +1,4 @@
-// What a patch may look at in both kinds of blocks, the operations of every block, and of the tower as the image grows.
+// The patches that a patch attends to in both kinds of block, and the operations of every block and of the tower.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -24,34 +24,35 @@ export default explorer(view => {
         const [item, s] = [view.item, window_size()], x = (item % across()) * s, y = Math.floor(item / across()) * s;
         const [w, h] = [Math.min(s, width - x), Math.min(s, width - y)];
         if (!sees && item >= 0) {
-          pen.fillStyle = "#000"; pen.globalAlpha = 0.75; pen.beginPath();
+          pen.fillStyle = view.colors.surface; pen.globalAlpha = 0.75; pen.beginPath();
           pen.rect(0, 0, width, width); pen.rect(x, y, w, h); pen.fill("evenodd"); pen.globalAlpha = 1;
         }
-        pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.75; pen.beginPath();
+        pen.strokeStyle = view.colors.line; pen.lineWidth = 0.75; pen.beginPath();
         for (let k = 1; k < across(); k++) {
           if (sees) break;
           pen.moveTo(k * s, 0); pen.lineTo(k * s, width); pen.moveTo(0, k * s); pen.lineTo(width, k * s);
         }
         pen.stroke();
         if (item < 0) return;
-        const dot = Math.max(4, width * view.shared.patch / side());
+        pen.strokeStyle = view.colors.ink; pen.lineWidth = 1.5; if (!sees) pen.strokeRect(x, y, w, h);
+        const dot = Math.max(9, width * view.shared.patch / side());
         pen.fillStyle = view.colors.highlight; pen.strokeStyle = "#fff"; pen.lineWidth = 1.5;
         pen.fillRect(x + w / 2 - dot / 2, y + h / 2 - dot / 2, dot, dot); pen.strokeRect(x + w / 2 - dot / 2, y + h / 2 - dot / 2, dot, dot);
       },
     });
   }
   const in_window = () => (view.option("window") / view.shared.patch) ** 2;
-  picture(() => `a block in windows: the patch looks at ${in_window()} patches`,
-    () => `In a block with windows, the marked patch attends to at most ${in_window()} patches: the bright ones`, false);
-  picture(() => `a block over the full frame: the patch looks at ${view.row.patches.toLocaleString("en")} patches`,
-    () => `In a block with full attention, it attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
+  picture(() => `a block with windowed attention: the patch attends to ${in_window()} patches`,
+    () => `In a block with windowed attention, the marked patch attends to at most ${in_window()} patches: those that are not faded`, false);
+  picture(() => `a block with full attention: the patch attends to ${view.row.patches.toLocaleString("en")} patches`,
+    () => `In a block with full attention, the marked patch attends to all ${view.row.patches.toLocaleString("en")} patches`, true);
 
-  // blocks over the full frame stand apart as evenly as they can
+  // blocks with full attention are spread as evenly as possible
   const is_full = block => Math.floor((block + 1) * full() / depth) > Math.floor(block * full() / depth);
-  const BLOCKS = () => (view.big ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
+  const BLOCKS = () => (view.fit(1120) >= 760 ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
   view.canvas({
-    name: () => `the ${depth} blocks of the tower: ${full()} over the full frame`,
-    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue, a thin line on top) or over the full frame (purple)`,
+    name: () => `the ${depth} blocks of the tower: ${full()} with full attention`,
+    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue, a thin line on top) or full attention (purple)`,
     size: () => [BLOCKS(), HIGH()],
     drag(x) {
       const wanted = x / BLOCKS() * depth, options = view.options("full");
@@ -75,11 +76,11 @@ export default explorer(view => {
   const sides = () => view.options("side"), curve = k => Array.from(view.row.curves.slice(k * sides().length, (k + 1) * sides().length));
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
   const x = size => LEFT + along(size, sides()[0], sides().at(-1), view.fit(1120) - LEFT - RIGHT() - 12);
-  const COLORS = ["image", "ink", "video"], NAMES = () => ["windows in every block", `full frames in ${full()} of ${depth}`, "full frames in every block"];
+  const COLORS = ["image", "ink", "video"], NAMES = () => ["windows in every block", `full attention in ${full()} of ${depth}`, "full attention in every block"];
   view.canvas({
     name: () => `operations of the tower against the side of the image: ${NAMES().map((name, k) => `${name}: ${trillion(curve(k)[view.place("side")])}`).join("; ")}`,
-    caption: () => `Operations of the whole tower for a square image; drag. Both scales are logarithmic. At ${side()} px, full frames in every block ` +
-      `take ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block`,
+    caption: () => `Operations of the whole tower for a square image; drag. Both scales are logarithmic. At ${side()} px, full attention in every block ` +
+      `takes ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block`,
     size: () => [view.fit(1120), TALL()],
     drag(px) {
       const near = sides().reduce((best, size, i) => (Math.abs(x(size) - px) < Math.abs(x(sides()[best]) - px) ? i : best), 0);
@@ -118,7 +119,8 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => `Window ${view.item + 1} of ${across() ** 2}. Attention in all windows of a block takes ${trillion(view.row.windowed)} operations; ` +
-    `over the full frame it takes ${trillion(view.row.whole)}. The matrix multiplications of a block take ${trillion(view.row.linear)} in both cases.`);
+  view.readout(() => `Window ${view.item + 1} of ${across() ** 2}: in a block, full attention takes ${times(view.row.whole / view.row.windowed)} as many operations as attention in windows.`,
+    () => `Attention in all windows of a block takes ${trillion(view.row.windowed)} operations, full attention ${trillion(view.row.whole)}, ` +
+      `and the matrix multiplications ${trillion(view.row.linear)} in both cases.`);
   return { count: () => across() ** 2 };
 });

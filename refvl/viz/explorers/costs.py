@@ -1,4 +1,4 @@
-"""Costs: how many operations the tower of Qwen2.5-VL takes with attention in windows and over full frames."""
+"""Costs: the number of operations of Qwen2.5-VL's tower, with windowed and with full attention."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ START = (1344, 112)
 
 
 class CostsExplorer(Explorer):
-    """Operations are multiplications plus additions. Items are the windows of the image, in reading order."""
+    """The explorer of costs. Operations are multiplications plus additions; items are windows, in reading order."""
 
     _esm = module("costs")
-    title = "Windows or full frames"
+    title = "Windows or full attention"
     asks = "What does it cost if every patch may attend to every other?"
     terms = (
-        "The image encoder is a stack of blocks. In some, a patch attends only to the patches of its own window, a "
-        "small square."
+        "The image encoder is a stack of blocks. In some, a patch attends only within its window, a small square. "
+        "In the others, it attends to all patches, which is full attention."
     )
-    action = "Drag the chart to a larger image. Then press in the bars to give more blocks the full frame."
+    action = "Drag the chart to a larger image. Then press the bars to give more blocks full attention."
     takeaway = (
-        "Full attention grows with the square of the pixel count, windows only linearly, so Qwen2.5-VL uses full "
-        "attention in just 4 of 32 blocks."
+        "The cost of full attention grows quadratically with the pixel count, that of windows linearly, so just 4 of "
+        "Qwen2.5-VL's 32 blocks use full attention."
     )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):
@@ -43,11 +43,11 @@ class CostsExplorer(Explorer):
         states = [
             (side, full, window)
             for side, full, window in itertools.product(SIDES, counts, WINDOWS)
-            if full < config.depth or window == WINDOWS[0]  # without windows, their size does not matter
+            if full < config.depth or window == WINDOWS[0]  # the window size has no effect if no block uses windows
         ]
         controls = [
             Control("side", "image, px", SIDES),
-            Control("full", "blocks over the full frame", counts),
+            Control("full", "blocks with full attention", counts),
             Control("window", "window, px", WINDOWS, kind="menu"),
         ]
         shared = {"photo": photo(self.image), "depth": config.depth, "patch": config.patch_size}
@@ -57,7 +57,7 @@ class CostsExplorer(Explorer):
         self.selected = (across // 3) * across + across // 2
 
     def _row(self, side: int, full: int, window: int) -> dict:
-        """curves (3, sides): of towers with no block over the full frame, with `full` of them, and with all."""
+        """Return a state's data. curves (3, sides): operations with full attention in none, `full`, and all blocks."""
         counted = {s: count_operations(self.config, s, window) for s in SIDES}
         rest, linear, windowed, whole = counted[side]
         return {
@@ -71,27 +71,29 @@ class CostsExplorer(Explorer):
     def figure(self) -> Figure:
         row, options = self.row(self.index), self.options
         figure, ax = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-        names = ("windows in every block", f"{options['full']} of {self.config.depth} over the full frame", "in all")
+        some = f"full attention in {options['full']} of {self.config.depth}"
+        names = ("windows in every block", some, "full attention in every block")
         colors = (TOKEN_COLORS["image"], "black", TOKEN_COLORS["video"])
         for name, curve, color in zip(names, row["curves"], colors, strict=True):
             ax.plot(SIDES, curve / 1e12, "o-", color=color, label=name)
         ax.axvline(options["side"], color="0.5", ls="--", lw=1)
-        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10^12 operations")
+        ax.set(xscale="log", yscale="log", xlabel="side of the image (px)", ylabel="10¹² operations")
         ax.legend(fontsize=8)
         return figure
 
     def describe(self) -> str:
         row, options = self.row(self.index), self.options
         return (
-            f"A tower with {options['full']} of {self.config.depth} blocks over the full frame, the others in windows "
-            f"of {options['window']} px, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
-            f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} if all blocks do."
+            f"A tower with full attention in {options['full']} of {self.config.depth} blocks, and windows of "
+            f"{options['window']} px in the others, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
+            f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} trillion if all "
+            "blocks use full attention."
         )
 
 
 @cache  # states share sizes and windows
 def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tuple[int, int, int, int]:
-    """Operations of: all but the blocks; a block's matrices; its attention in windows; its attention over the frame."""
+    """Return four counts of operations: outside the blocks, and a block's matrices, windowed and full attention."""
     grid = (1, side // config.patch_size, side // config.patch_size)
     count, width = grid[1] * grid[2], config.hidden_size
     _, borders = get_window_index([grid], window_size=window, patch_size=config.patch_size)
@@ -104,11 +106,11 @@ def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tu
 
 
 def pairs(lengths: Sequence[int]) -> int:
-    """Of patches that look at each other."""
+    """Return the number of pairs of patches that attend to each other."""
     return sum(length**2 for length in lengths)
 
 
 def total(counted: tuple[int, int, int, int], full: int, depth: int) -> int:
-    """Return the operations of a tower whose blocks attend `full` times over the frame, otherwise in windows."""
+    """Return the operations of a tower with full attention in `full` blocks and windows in the others."""
     rest, linear, windowed, whole = counted
     return rest + depth * linear + (depth - full) * windowed + full * whole

@@ -1,4 +1,4 @@
-// The frames, the way from the tower's blocks to the language model's layers, and the answer to every choice of features.
+// The frames, the way from the tower's blocks to the language model's layers, and the answer for every choice of features.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -69,7 +69,8 @@ export default explorer(view => {
         if (view.item < 0) return;
         const text = on ? size(feature, view.item).toFixed(1) : "0", x = x1 - (narrow() ? 32 : 44);
         pen.font = "bold 13px sans-serif"; pen.lineWidth = 5; pen.strokeStyle = view.colors.surface;
-        pen.strokeText(text, x, y1 - 12); pen.fillStyle = view.colors.ink; pen.fillText(text, x, y1 - 12);
+        const lift = feature ? -12 : 13;  // the first arrow comes from above
+        pen.strokeText(text, x, y1 + lift); pen.fillStyle = view.colors.ink; pen.fillText(text, x, y1 + lift);
         pen.font = "13px sans-serif";
       };
       pen.font = "13px sans-serif";
@@ -85,10 +86,10 @@ export default explorer(view => {
   });
 
   view.column();
-  const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // beside the way, if there is room
+  const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // next to the diagram, if there is room
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
-    caption: () => "The answer to each choice of features; press a line",
+    caption: () => "The answer for each choice of features; press a line",
     size: () => [W(), 34 + asked().answers.length * LINE],
     drag: (x, y) => view.choose("kept", Math.max(0, Math.min(asked().answers.length - 1, Math.floor((y - 34) / LINE)))),
     grab: () => false,
@@ -107,7 +108,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `with ${view.option("kept")} it says "${view.row.answer}"; its first word: ` +
+    name: () => `with ${view.option("kept")} the model says "${view.row.answer}"; its first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
     caption: () => `The probability of the first word, with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
     size: () => [W(), 62 + asked().words.length * 34],
@@ -128,9 +129,11 @@ export default explorer(view => {
 
   view.readout(() => {
     const step = Math.floor(view.item / per_step()), inside = view.item % per_step();
-    const where = `${thw()[0] > 1 ? `step ${step}, ` : ""}row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}`;
+    return `the token of ${thw()[0] > 1 ? `step ${step}, ` : ""}row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]} gets ` +
+      `${["its embedding", ...blocks.filter((_, i) => kept(i)).map(block => `features of block ${block}`)].join(" and ")}`;
+  }, () => {
     const parts = blocks.map((block, i) => `${size(i + 1, view.item).toFixed(1)} from block ${block}${kept(i) ? "" : " (left out)"}`);
-    return `Token ${view.item} (${where}) has an embedding of norm ${size(0, view.item).toFixed(1)}, and features of norm ${parts.join(" and ")}.`;
+    return `Token ${view.item} has an embedding of norm ${size(0, view.item).toFixed(1)}, and features of norm ${parts.join(" and ")}. Steps, rows and columns are counted from 0.`;
   });
   return { count };
 });

@@ -1,4 +1,4 @@
-"""DeepStack: which features of the tower the text model gets besides the last, and what it answers without some."""
+"""DeepStack: features of earlier tower blocks in the text model, and its answers if some of them are left out."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from refvl.study.report import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import HIGHLIGHT, KEPT
 
-WORDS, NEW_TOKENS = 4, 16  # first words whose probabilities are drawn; the longest answer
+WORDS, NEW_TOKENS = 4, 16  # the number of first words that are drawn; the longest answer
 ALL, NONE = "all features", "no features"
 
 
@@ -34,7 +34,7 @@ class Asked:
 
 
 class DeepstackExplorer(Explorer):
-    """A model of Qwen3-VL's family that answers with any of its DeepStack features set to zero.
+    """The explorer of a Qwen3-VL model that answers with any of its DeepStack features set to zero.
 
     Items are the tokens of the image or video, in reading order.
     """
@@ -77,7 +77,7 @@ class DeepstackExplorer(Explorer):
         self.selected = 0
 
     def answer(self, asked: Asked, kept: tuple[bool, ...]) -> tuple[str, Tensor]:
-        """The answer without the features that are not `kept`, and (V,) probabilities of its first token."""
+        """Return the answer with only the `kept` features, and (V,) probabilities of its first token."""
         run, model = asked.trace, self.model
         factors = run.deepstack.new_tensor(kept).repeat_interleave(self.width)
         changed = replace(run, deepstack=run.deepstack * factors)
@@ -90,7 +90,7 @@ class DeepstackExplorer(Explorer):
         return text, logits[0, -1].float().softmax(-1).cpu()
 
     def _shown(self, asked: Asked, likely: Tensor) -> dict[str, Any]:
-        """What all states of a question draw from. norms (1 + k, M): of a token's embedding, and of its features."""
+        """Return the data shared by a question's states. norms (1 + k, M): of each token's embedding and features."""
         encoder: Any = self.model.encoder
         main, deeper = encoder.split(asked.trace.embeds[0])
         tokenizer = self.model.processor.tokenizer
@@ -122,7 +122,7 @@ class DeepstackExplorer(Explorer):
 
 
 def ask(model: VLM, prompt: str, medium) -> Asked:
-    """Trace an answer. medium: an image or a video, as in `is_video`."""
+    """Trace the answer to `prompt` about `medium`, an image or a video as in `is_video`."""
     shows_video = is_video(medium)
     given: dict[str, Any] = {"videos": [medium]} if shows_video else {"images": [medium]}
     trace = model.trace(prompt, **given)
@@ -134,11 +134,11 @@ def ask(model: VLM, prompt: str, medium) -> Asked:
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:
-    """Which of `count` features are kept: all first, none last."""
+    """Return every choice of kept features out of `count`: all features first, none last."""
     return list(itertools.product([True, False], repeat=count))
 
 
 def name_of(kept: tuple[bool, ...], blocks: list[int]) -> str:
-    """What a control says of them."""
+    """Return the label of a choice for the control."""
     left = [f"block {block}" for block, is_kept in zip(blocks, kept, strict=True) if is_kept]
     return ALL if all(kept) else f"only {' and '.join(left)}" if left else NONE

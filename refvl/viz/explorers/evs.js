@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const GAP = 8, WIDE = () => (view.big ? (view.fit(1120) - 24) / 2 : view.fit(520)), CHART = () => (view.big ? 270 : 190), LEFT = 40, RIGHT = 80;
+  const GAP = 8, WIDE = () => (view.fit(1120) >= 760 ? (view.fit(1120) - 24) / 2 : view.fit(520)), CHART = () => (view.big ? 270 : 190), LEFT = 40, RIGHT = 118;
   const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
   const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
   const columns = () => Math.min(view.fit(760) < 600 ? 3 : 5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
@@ -74,12 +74,12 @@ export default explorer(view => {
   });
 
   const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE() - LEFT - RIGHT) / last_rate();
-  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // of the words; colours are taken
+  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // line styles of the words, because colours have other meanings
   view.canvas({
     name: () => clip().words.length
       ? `the model says "${view.row.answer}". Probability of its first word at every q; now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
         (clip().words.includes("Ask") ? '. "Ask me about ...": it declines to answer' : "")
-      : "no model was asked: viz.explore_evs takes one",
+      : "no answer: pass a model to viz.explore_evs",
     size: () => [WIDE(), clip().words.length ? CHART() : 1],
     drag(x) {
       const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
@@ -108,17 +108,22 @@ export default explorer(view => {
         pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
       });
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
-      let lowest = -Infinity;  // names stand at the ends of their lines, and never on each other
-      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
-      ends.forEach(([y, word, color], i) => {
-        lowest = Math.min(Math.max(y, lowest + 16), height - 24 - 16 * (ends.length - 1 - i));
-        pen.fillStyle = view.colors[color]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, lowest);
+      let lowest = -Infinity;  // names are at the ends of their lines and never overlap
+      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, ...STROKES[i], clip().curves.at(-1)[i]]).sort((a, b) => a[0] - b[0]);
+      ends.forEach(([y, word, color, dashes, part], i) => {  // and a thin line leads to each
+        lowest = Math.min(Math.max(y, lowest + 17), height - 24 - 17 * (ends.length - 1 - i));
+        const from = across(last_rate());
+        pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = 2; pen.setLineDash(dashes);
+        pen.beginPath(); pen.moveTo(from, y); pen.lineTo(from + 14, lowest); pen.lineTo(from + 32, lowest); pen.stroke(); pen.setLineDash([]);
+        pen.fillText(`${word.slice(0, 10)} ${percent(part)}`, from + 36, lowest);
       });
+      const first = clip().curves[0].indexOf(Math.max(...clip().curves[0]));  // and the name of the answer's line is at its start, too
+      pen.fillStyle = view.colors[STROKES[first][0]]; pen.fillText(`the answer "${clip().words[first]}"`, LEFT + 6, high(clip().curves[0][first]) + 14);
     },
   });
 
   view.canvas({
-    name: () => `the ${view.row.tokens} tokens left of ${length()} in the prompt, from left to right, and their positions t (time), h (height), w (width) upward: each keeps its own`,
+    name: () => `the ${view.row.tokens} tokens left of ${length()} in the prompt, from left to right, and their positions t (time), h (height), w (width) upward: each token keeps its own`,
     size: () => [WIDE(), CHART()],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
@@ -151,7 +156,7 @@ export default explorer(view => {
         pen.fillStyle = view.colors[axis];
         view.row.kept.forEach((kept, token) => {
           if (!kept) return;
-          const side = Math.min(1.6 * wide, 10) - 2.5 * i;  // where axes agree, the later is drawn on top
+          const side = Math.min(1.6 * wide, 10) - 2.5 * i;  // if axes agree, the later one is drawn on top
           pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
         });
       });
@@ -162,12 +167,12 @@ export default explorer(view => {
   });
 
   view.readout(() => {
-    const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
     const step = Math.floor(view.item / per_frame()), inside = view.item % per_frame();
-    return `token ${view.item} of the video: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
-      `${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}\n` +
-      `Token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
-      (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))} of the prompt` : "");
+    return `step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]} of the video: ${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}`;
+  }, () => {
+    const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
+    return `token ${view.item} of the video is token ${i} of the full prompt` +
+      (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))}` : "") + `. Its position stays t, h, w = ${t}, ${h}, ${w}. All numbers start at 0`;
   });
   return { count };
 });

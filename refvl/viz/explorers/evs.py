@@ -1,4 +1,4 @@
-"""EVS with the answer: which tokens of a video are kept at every pruning rate, their positions, and the answer."""
+"""EVS with the answer: the video tokens kept at every pruning rate, their positions, and the model's answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ WORDS = 4  # first words of an answer whose probabilities are drawn
 
 
 class EvsExplorer(Explorer):
-    """Videos at every pruning rate with a different result. Items are the tokens of a video, in row-major order."""
+    """The explorer of videos at every pruning rate that changes the result. Items are tokens, in row-major order."""
 
     _esm = module("evs")
     title = "EVS with the answer"
     asks = "How many tokens of a video can be dropped before the answer breaks?"
     terms = (
         "EVS, efficient video sampling, drops a share q of the video's tokens: those that differ least from the "
-        "frame before."
+        "previous frame."
     )
-    action = "Press play, or drag across the curve of the answer."
-    takeaway = "Half of the tokens can go because they repeat the frame before; drop too many, and the answer breaks."
+    action = 'Press "prune more", or drag across the probability curves.'
+    takeaway = "Half of the tokens can go because they repeat the previous frame; drop too many, and the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
         """clips: videos as returned by `clip_asked` or `clip_of_embeddings`, each with a name."""
@@ -40,14 +40,14 @@ class EvsExplorer(Explorer):
         self.selected = self._moved()
 
     def ask(self, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> None:
-        """Ask the model again, name -> (prompt, video), and show the result instead."""
+        """Ask the model new questions, name -> (prompt, video), and show the answers instead."""
         if self.model is None:
-            raise ValueError("model: this explorer has only embeddings; use viz.explore_evs with a model")
+            raise ValueError("model: expected one that answers, got only embeddings; use viz.explore_evs with a model")
         self.fill(**self._table([clip_asked(self.model, name, *clip) for name, clip in clips.items()], q))
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """Return the first token that is kept because it changed: after the first step, which is kept whole."""
+        """Return the first token that is kept because it changed, which is after the first step."""
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()
@@ -63,7 +63,7 @@ class EvsExplorer(Explorer):
         start = min((state for state in states if state[0] == clips[0]["name"]), key=lambda state: abs(state[1] - q))
         controls = [
             Control("clip", "question", [clip["name"] for clip in clips], kind="menu"),
-            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player"),
+            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player", plays="prune more"),
         ]
         first = len(clips) == 1  # then there is no video to choose
         return {
@@ -85,11 +85,12 @@ class EvsExplorer(Explorer):
         shared = self.clips[row["clip"]]["shared"]
         said = f' Asked "{shared["prompt"]}", the model answers "{row["answer"]}".' if shared["words"] else ""
         kept = f"{int(row['keep'].sum())} of {len(row['keep'])} tokens of the video"
-        return f"At pruning rate {self.options['q']:g} EVS keeps {kept}: the prompt has {row['tokens']} tokens.{said}"
+        rate, tokens = self.options["q"], row["tokens"]
+        return f"At pruning rate {rate:g}, EVS keeps {kept}, so the prompt has {tokens} tokens.{said}"
 
 
 def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
-    """Return pruning rate -> (M,) bool, for the smallest of `RATES` that leads to each mask."""
+    """Return the distinct masks, (M,) bool, each under the smallest of `RATES` that produces it."""
     masks: dict[tuple, tuple[float, Tensor]] = {}
     for rate in RATES:
         keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, rate)
@@ -98,7 +99,7 @@ def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
 
 
 def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> dict[str, Any]:
-    """Return a video by itself, without a prompt: its positions begin at 0."""
+    """Return a video without a prompt; its positions begin at 0."""
     positions, _ = get_mrope_input_positions(len(embeds_MD), [MediaSpan(0, *merged_thw)])
     rows = {
         rate: _row(keep_M, keep_M, positions) | {"answer": "", "chances": []}
@@ -109,7 +110,7 @@ def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) 
 
 
 def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
-    """Return a video, the same question at every rate, and the probabilities of an answer's first word."""
+    """Return a video with the answer to one question at every rate, and the probabilities of the first word."""
     [video] = model.processor.decode(model.processor.messages("", (), [clip]))
     full = model.trace(prompt, videos=[video], hidden_states=True)
     thw, firsts = full.patches[0].media_tokens.thw, {}

@@ -2,7 +2,8 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, NAME = 120;
+  const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, SAMPLE = 40, NAME = 146;
+  const thick = i => 1.5 + 1.25 * (names.length - 1 - i);  // lines drawn later are thinner
   const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 54 : view.big ? 44 : 36);
   const W = () => (narrow() ? Math.min(340, wide()) : view.big ? (wide() - 3 * GAP) / 4 - 1 : (wide() - GAP) / 2 - 1);
   const { families, measures, curves, device, clip } = view.shared;
@@ -19,6 +20,7 @@ export default explorer(view => {
     }
     pen.fill();
   }
+  const DASHES = [[], [12, 4], [3, 3], [9, 3, 2, 3], []];  // if lines coincide, one shows through the gaps of the other
   const here = () => view.row.families;
   const three = n => (n < 999.5 ? n.toPrecision(3) : Math.round(n).toLocaleString("en"));
   const units = { bytes: n => (n < 2 ** 30 ? `${three(n / 2 ** 20)} MiB` : `${three(n / 2 ** 30)} GiB`),
@@ -39,8 +41,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
     caption: () => view.option("kind") === "image"
-      ? "The costs of one square image; each bar is relative to the longest of its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
-      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest of its column. Step3-VL accepts no video`,
+      ? "The costs of one square image; each bar is relative to the longest in its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
+      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest in its column. Step3-VL accepts no video`,
     size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
     at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,
@@ -52,8 +54,11 @@ export default explorer(view => {
         const y = (i + 1) * LINE(), costs = here()[name];
         if (i) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, 1); }
         if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE()); }
-        mark(pen, name, 10, y + (narrow() ? 13 : LINE() / 2), 7);
-        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + (narrow() ? 13 : LINE() / 2));
+        const high = y + (narrow() ? 13 : LINE() / 2);
+        pen.strokeStyle = color(name); pen.lineWidth = thick(i); pen.setLineDash(DASHES[i]);
+        pen.beginPath(); pen.moveTo(0, high); pen.lineTo(SAMPLE, high); pen.stroke(); pen.setLineDash([]);
+        mark(pen, name, SAMPLE / 2, high, 6);
+        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, SAMPLE + 6, high);
         COLUMNS.forEach((measure, c) => {
           const from = left() + c * cell() + 8, wide = cell() - 16, part = costs ? costs[measure] / most(measure) : 0;
           pen.fillStyle = view.colors.empty; pen.fillRect(from, y + LINE() - 10, wide, 6);
@@ -80,28 +85,30 @@ export default explorer(view => {
       pen.fillStyle = view.colors.ink; pen.font = "bold 13px sans-serif"; pen.textBaseline = "top";
       pen.fillText(label, 0, 2); pen.font = "12px sans-serif";
       pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, width - 1, height - BOTTOM - HEAD);
-      for (let power = Math.ceil(Math.log10(low)); power < Math.log10(high); power++) {
-        pen.globalAlpha = 0.4; pen.strokeRect(0, y(10 ** power), width, 0); pen.globalAlpha = 1;
-        const near = Math.min(Math.abs(y(10 ** power) - HEAD), Math.abs(y(10 ** power) - height + BOTTOM));
-        pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
-        if (measure !== "bytes" && near > 28) pen.fillText(measure === "seconds" ? `${1000 * 10 ** power} ms` : shown(measure, 10 ** power), 5, y(10 ** power) - 1);
-      }
+      const unit = { bytes: 2 ** 20, seconds: 0.001 }[measure] ?? 1, ticks = [];
+      for (let power = Math.ceil(Math.log10(low / unit)); unit * 10 ** power < high; power++) ticks.push([10 ** power, y(unit * 10 ** power)]);
+      pen.globalAlpha = 0.4; ticks.forEach(([, at]) => pen.strokeRect(0, at, width, 0)); pen.globalAlpha = 1;
       pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
       pen.fillText(`${curve()[0].size}`, 0, height); pen.textAlign = "right";
       pen.fillText(`${curve().at(-1).size} ${view.option("kind") === "image" ? "px" : "s"}`, width, height);
       pen.textAlign = "left"; pen.textBaseline = "top"; pen.fillText(shown(measure, high), 5, HEAD + 4);
       pen.textBaseline = "bottom"; pen.textAlign = "right"; pen.fillText(shown(measure, low), width - 4, height - BOTTOM - 2);
+      const number = ([value, at]) => {  // over the lines
+        if (Math.min(at - HEAD, height - BOTTOM - at) < 28) return;
+        const text = `${value.toLocaleString("en")}${{ bytes: " MiB", seconds: " ms" }[measure] ?? ""}`;
+        pen.textAlign = "left"; pen.textBaseline = "bottom"; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
+        pen.strokeText(text, 5, at - 1); pen.fillStyle = view.colors.muted; pen.fillText(text, 5, at - 1);
+      };
       pen.setLineDash([4, 3]); pen.beginPath();
       const now = view.ease("size", x(view.row.size)); pen.moveTo(now, HEAD); pen.lineTo(now, height - BOTTOM); pen.stroke(); pen.setLineDash([]);
       names.forEach((name, i) => {
         const points = curve().filter(row => row.families[name]).map(row => [x(row.size), y(row.families[name][measure])]);
-        // the later a line is drawn, the finer: where two coincide, both are seen
-        const fine = names.length - 1 - i, more = i === view.item ? 3 : 0;
-        pen.strokeStyle = color(name); pen.lineWidth = 1.5 + 0.75 * fine + more;
-        pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke();
-        points.forEach(([px, py]) => mark(pen, name, px, py, 2.5 + 0.75 * fine + more));
-        if (here()[name]) mark(pen, name, now, view.ease(`${measure} ${name}`, y(here()[name][measure])), 5 + fine + more);
+        const more = i === view.item ? 3 : 0;
+        pen.strokeStyle = color(name); pen.lineWidth = thick(i) + more; pen.setLineDash(DASHES[i]);
+        pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke(); pen.setLineDash([]);
+        if (here()[name]) mark(pen, name, now, view.ease(`${measure} ${name}`, y(here()[name][measure])), 4 + thick(i) / 2 + more);
       });
+      ticks.forEach(number);
     },
   }));
 
@@ -109,9 +116,10 @@ export default explorer(view => {
     const name = names[view.item], costs = here()[name];
     if (!costs) return `${name} accepts no videos`;
     const folded = (costs.patches / costs.tokens).toPrecision(3);
-    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens use ` +
-      `${shown("positions", costs.positions)} positions, ` +
-      `and ${shown("bytes", costs.cache)} of key-value cache`;
+    return `${name}: ${folded} patches become a token`;
+  }, () => {
+    const costs = here()[names[view.item]];
+    return costs && `${shown("tokens", costs.tokens)} tokens use ${shown("positions", costs.positions)} positions, and ${shown("bytes", costs.cache)} of key-value cache`;
   });
   return { count: () => names.length };
 });

@@ -18,9 +18,10 @@ class FamiliesExplorer(Explorer):
     title = "Family race"
     asks = "What does the same image cost in each family?"
     terms = "A family is a series of models with the same kind of image encoder, such as Qwen2.5-VL or MiniCPM-V."
-    action = "Drag across a chart to make the image larger: some families stop growing, others do not."
+    action = "Drag across a chart to make the image larger: the cost stops growing in some families, but not in others."
     takeaway = (
-        "The family decides the price: at 1344 px, Qwen2.5-VL makes 2,304 tokens of the image, MiniCPM-V only 640."
+        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, and "
+        "MiniCPM-V into only 640."
     )
 
     def __init__(self, counted: Mapping):
@@ -34,7 +35,7 @@ class FamiliesExplorer(Explorer):
         kinds = list(dict.fromkeys(kind for kind, _ in rows))
         controls = [
             Control("kind", "media item", kinds, kind="menu"),
-            Control("size", "size or length", [size for _, size in rows], kind="player"),
+            Control("size", "size or length", [size for _, size in rows], kind="player", plays="make it larger"),
         ]
         shared = {
             "families": {name: [FAMILY_KEYS[name], FAMILY_MARKS[name]] for name in counted["configs"]},

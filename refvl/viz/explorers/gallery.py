@@ -35,20 +35,20 @@ from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
-SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images in order of arrival, in patches
+SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # the patches of images, in order of arrival
 
 
 @cache
 def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
-    """Load a shipped model, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
+    """Load a shipped model that was trained on scenes; that of Qwen2.5-VL has windows and can prune videos.
 
-    It has torch's linear layers, so pages are the same whichever CPU makes them.
+    It uses torch's linear layers, so the pages are the same on every CPU.
     """
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 
 
 def upside_down(clip) -> np.ndarray:
-    """The frames of a video, each rotated by 180 degrees."""
+    """Return the frames of a video, each rotated by 180 degrees."""
     return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
 
 
@@ -77,7 +77,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "tower": lambda: explore_tower(
         small_model(),
-        {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
+        {"a scene": ("What shape is in the center?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
     ),
     "costs": explore_costs,
     "deepstack": lambda: explore_deepstack(

@@ -1,4 +1,4 @@
-// The recording, a line per part of the tower; the buffers of an operation; the effect of a stale one on tokens.
+// The recording, one line per part of the tower; the buffers of an operation; the effect of a stale buffer on tokens.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -6,7 +6,7 @@ export default explorer(view => {
   const BUFFERS = () => (view.big ? 270 : 230);
   const { groups, kinds, shapes, reads, buffers, photos } = view.shared;
   const longest = Math.max(...groups.map(g => g.count));
-  const cell = () => (Math.min(NAME + longest * 8.5, view.big ? view.fit(1120) - BUFFERS() - 24 : view.fit(700)) - NAME) / longest;
+  const cell = () => (Math.min(NAME + longest * 11.5, view.big ? view.fit(1120) - BUFFERS() - 24 : view.fit(960)) - NAME) / longest;
   const starts = groups.map((_, k) => groups.slice(0, k).reduce((sum, g) => sum + g.count, 0));
   const lineOf = i => starts.findLastIndex(start => start <= i);
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
@@ -16,12 +16,24 @@ export default explorer(view => {
   const percent = share => `${(100 * share).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
   const wrong = () => view.row.operations.findIndex(v => v > 0);
 
+  // the axis of the errors, next to the short second line: a bar for each power of ten
+  function scale(pen) {
+    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 4), bottom = LINE() + 2 + CELL();
+    pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
+    pen.fillText(step < 60 ? "error, log scale" : "height of a bar: error of the result (log scale)", left, LINE() - 4);
+    ["0.1 %", "1 %", "10 %", "100 %"].forEach((text, power) => {
+      pen.fillStyle = view.colors.empty; pen.fillRect(left + power * step, bottom - CELL(), 8, CELL());
+      const high = bar(Math.max(1, 255 + 254 * (power - 3) / 3));
+      pen.fillStyle = view.colors.highlight; pen.fillRect(left + power * step, bottom - high, 8, high);
+      pen.fillStyle = view.colors.muted; pen.fillText(text, left + power * step + 11, bottom);
+    });
+  }
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "The operations of the image encoder, from left to right. A green mark: it reads a buffer. Every result is correct"
-      : `The operations of the image encoder, from left to right. Gray: a correct result, because nothing stale has reached it. Orange: an incorrect one; the taller, the larger the error ` +
-        `(on a logarithmic scale, up to 100 % of the result). Marks below: it reads ${buffers[stale()].name} (orange) or another buffer (green). The first error is in operation ${wrong()}`,
+      ? "The operations of the image encoder, from left to right. A green mark: the operation reads a buffer. Every result is correct"
+      : `The operations of the image encoder, from left to right. Gray: a correct result, because no stale data has reached it. Orange: an incorrect result; the taller, the larger the error. ` +
+        `Marks below: the operation reads ${buffers[stale()].name} (orange) or a different buffer (green). The first error is in operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
       const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());
@@ -48,6 +60,7 @@ export default explorer(view => {
           }
         }
       });
+      if (stale() >= 0) scale(pen);
       if (view.item < 0) return;
       const line = lineOf(view.item);
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
@@ -56,7 +69,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "the static buffers; lit: read by the operation",
+    name: () => "the static buffers; filled: read by the framed operation",
     caption: () => "The buffers of the graph, with their sizes. Filled: read by the framed operation. Dashed: not refilled",
     size: () => [BUFFERS(), buffers.length * CHIP()],
     draw(pen) {
@@ -81,8 +94,8 @@ export default explorer(view => {
     size: () => [SIDE(), (SIDE() * photos[which].height) / photos[which].width],
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
-  picture(() => "the image before: a stale buffer still contains its data", "before");
-  picture(() => "the image now: how far each token's result is from the correct one; 100 %: no better than zeros", "image", (pen, width, height) => {
+  picture(() => "the previous image: a stale buffer still contains its data", "before");
+  picture(() => "the current image: the relative error of each token's result; 100 %: no better than zeros", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {
@@ -106,7 +119,7 @@ export default explorer(view => {
       pen.font = "bold 28px sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "13px sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `wrong: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
+      pen.fillText(changed ? `incorrect: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
       pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 64);
       pen.fillStyle = view.colors.empty; pen.fillRect(0, 84, width, 12);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
@@ -116,9 +129,8 @@ export default explorer(view => {
 
   view.readout(() => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
-    const error = view.row.operations[i] ? "its result is wrong" : "its result is correct";
-    return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name, lineOf(i))}: ${kinds[i]} -> ${shapes[i]}\n` +
-      `It reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
-  });
+    const error = view.row.operations[i] ? "its result is incorrect" : "its result is correct";
+    return `operation ${i}, in ${label(groups[lineOf(i)].name, lineOf(i))}, reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
+  }, () => `Operation ${view.item} of ${kinds.length}, counted from 0: ${kinds[view.item]}; its result has the shape ${shapes[view.item]}`);
   return { count: () => kinds.length };
 });

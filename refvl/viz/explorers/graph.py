@@ -1,4 +1,4 @@
-"""Graph step-through: the recorded operations of a tower, what each reads, and a buffer that is not refilled."""
+"""Graph step-through: the recorded operations of a tower, the buffers they read, and the effect of a stale buffer."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
-START = "window_index"  # tokens come out in wrong places: a good start
+START = "window_index"  # the initial stale buffer: its tokens come out in the wrong order
 LEAST = 1e-3  # the smallest relative error with its own colour
 
 
 class GraphExplorer(Explorer):
-    """Items are the recorded operations, in order. Two images of a Qwen2.5-VL run one after the other through a graph.
+    """The explorer of a Qwen2.5-VL graph that is replayed for one image and then for another.
 
-    The embeddings of every stale replay are passed to the language model, which answers the question about `image`.
+    Items are the recorded operations, in order. The embeddings of every stale replay are passed to the language model,
+    which answers the question about `image`.
     """
 
     _esm = module("graph")
@@ -38,7 +39,9 @@ class GraphExplorer(Explorer):
         "which must first be refilled with the new image."
     )
     action = "Drag the slider through the buffers and read the model's answer for each."
-    takeaway = "A stale buffer raises no error: the graph replays, and the model can be just as sure of a wrong answer."
+    takeaway = (
+        "A stale buffer raises no error: the graph replays, and the model can be just as confident in a wrong answer."
+    )
 
     def __init__(self, model: VLM, before, image, question: str):
         self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)
@@ -66,7 +69,7 @@ class GraphExplorer(Explorer):
             self.selected = int(np.argmax(shared["reads"][:, differing.index(stale)]))
 
     def _row(self, replay: StaleReplay) -> dict:
-        """Return operations: levels of their errors; tokens: (h, w) relative errors; and the answer with them."""
+        """Return the error level of each operation, the (h, w) relative errors of the tokens, and the answer."""
         [right], (_, h, w) = self.run.embeds, self.run.patches[0].media_tokens.thw
         embeds = replay.outputs[: h * w]
         answer, probability = _answer(self.model, self.run, embeds)
@@ -84,13 +87,13 @@ class GraphExplorer(Explorer):
 
     def describe(self) -> str:
         stale, row, right = self.options["stale"], self.row(self.index), self.row(0)
-        what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
+        what = "With every buffer refilled" if stale == NONE else f"If {stale} is not refilled"
         asked = f"{what}, the model answers {row['answer']!r} to {self.shared['question']!r}"
         return f"{asked} (correct: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
 
 
 def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names: Sequence[str]) -> dict:
-    """Return these buffers, and of every operation its kind, the shape of its result, and the buffers it reads."""
+    """Return the named buffers and, for every operation, its kind, its result's shape and the buffers that it reads."""
     assert isinstance(captured.graph, TraceGraph)
     operations, buffers = captured.graph.operations, {name: captured.buffers[name] for name in names}
     return {
@@ -103,7 +106,7 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
 
 
 def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
-    """Return runs of operations in one part of the tower, with name and count; `""` is the tower itself."""
+    """Return groups of consecutive operations in one part of the tower, by name and count; `""` is the tower itself."""
     names = {id(part): name for name, part in encoder.named_modules()}
     parts = [names[id(operation.module)].split(".") for operation in operations]
     blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
@@ -116,7 +119,7 @@ def _batch(run: Trace) -> tuple[Tensor, object]:
 
 
 def _levels(errors: Sequence[float]) -> np.ndarray:
-    """Return relative errors on a logarithmic scale of 255 steps: 0 for none, 1 up to LEAST, 255 from 1 on."""
+    """Return errors on a logarithmic scale: 0 for none, 1 for up to LEAST, 255 for 1 and more."""
     values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
     steps = np.clip(255 - 254 * np.log(values.clip(min=LEAST)) / np.log(LEAST), 1, 255)
     return np.where(values > 0, steps, 0).astype(np.uint8)

@@ -7,11 +7,11 @@ export default explorer(view => {
   const count = () => view.row.host.shape[0];
   const times = (name, i) => [view.row[name][2 * i], view.row[name][2 * i + 1]];
   const end = name => view.row[name].at(-1);
-  const us = n => `${+n.toFixed(1)} us`;
+  const us = n => `${+n.toFixed(1)} µs`;
   const scale = () => (W() - LEFT - RIGHT) / Math.max(end("eager"), end("replay"));
   const titles = () => [
     `host, eager: ${count()} launches`,
-    `device, eager: done after ${us(end("eager"))}, idle for ${Math.round(100 * view.row.idle)} % of it`,
+    `device, eager: done after ${us(end("eager"))}, idle for ${Math.round(100 * view.row.idle)} % of that time`,
     `device, replay: one launch, done after ${us(end("replay"))}`,
   ];
   const operation_at = (px, py) => {
@@ -46,15 +46,17 @@ export default explorer(view => {
       });
       const longest = Math.max(end("eager"), end("replay")), every = [1, 2, 5, 10, 20, 50].find(n => longest / n <= 10);
       pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "center";
-      for (let at = 0; at <= longest; at += every) pen.fillText(at ? at : "0 us", Math.max(LEFT + 10, LEFT + at * unit), height);
+      for (let at = 0; at <= longest; at += every) pen.fillText(at ? at : "0 µs", Math.max(LEFT + 10, LEFT + at * unit), height);
     },
   });
 
   view.readout(() => {
-    const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
+    const [launched, eager] = LANES.map(name => times(name, view.item));
     const waited = eager[0] - launched[1];
-    return `operation ${view.item + 1}: launched by ${us(launched[1])}; the device starts it at ${us(eager[0])}, ` +
-      `${waited > 0.01 ? `${us(waited)} after its launch, because it is busy` : "as soon as it is launched"}. In a replay it starts at ${us(replayed[0])}`;
+    return `operation ${view.item + 1} starts ${waited > 0.01 ? `${us(waited)} after its launch, because the device is still busy` : "as soon as it is launched"}`;
+  }, () => {
+    const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
+    return `launched by ${us(launched[1])}; in an eager run, it starts at ${us(eager[0])}, in a replay at ${us(replayed[0])}`;
   });
   return { count };
 });

@@ -1,4 +1,4 @@
-"""Launches: when the host launches each operation, and when the device runs it, eagerly and in a replay."""
+"""Launches: when the host launches each operation, and when the device runs it, in an eager run and in a replay."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -8,13 +8,13 @@ from refvl.study.timeline import launch_timeline
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_launches
 
-LAUNCHES = (0.5, 1, 2, 3, 4, 5, 6, 8, 10)  # us per launch
-OPERATIONS = (1, 2, 3, 4, 6, 8, 12)  # us per operation on the device
+LAUNCHES = (0.5, 1, 2, 3, 4, 5, 6, 8, 10)  # µs per launch
+OPERATIONS = (1, 2, 3, 4, 6, 8, 12)  # µs per operation on the device
 COUNT = 12  # operations
 
 
 class LaunchesExplorer(Explorer):
-    """Item i is operation i. Its times are computed, not measured; a replay is one launch."""
+    """The explorer of launches. Item i is operation i. Times are computed, not measured; a replay is one launch."""
 
     _esm = module("launches")
     title = "Host and device"
@@ -24,18 +24,21 @@ class LaunchesExplorer(Explorer):
         "launch replays them all."
     )
     action = "Drag the cost of a launch down, until the device no longer waits."
-    takeaway = "Eagerly, the slower of host and device decides; a replay launches once, so only the device decides."
+    takeaway = (
+        "A graph makes a model faster when launching an operation takes longer than running it, because a replay needs "
+        "only one launch."
+    )
 
     def __init__(self):
         controls = [
-            Control("launch", "host, us per launch", LAUNCHES),
-            Control("operation", "device, us per operation", OPERATIONS),
+            Control("launch", "host, µs per launch", LAUNCHES),
+            Control("operation", "device, µs per operation", OPERATIONS),
         ]
         rows = [self._row(launch, operation) for launch in LAUNCHES for operation in OPERATIONS]
         super().__init__(controls, rows, start=(4, 3))
 
     def _row(self, launch: float, operation: float) -> dict:
-        """Return starts and ends (operations, 2) in us, of launches and on the device, and how much of it is idle."""
+        """Return the (operations, 2) starts and ends of launches and operations, in µs, and the device's idle share."""
         durations = [operation] * COUNT
         eager = np.array(launch_timeline(durations, launch), dtype=float)
         return {
@@ -56,6 +59,6 @@ class LaunchesExplorer(Explorer):
         (launch, operation), row = self.states[self.index], self.row(self.index)
         ends = row["eager"][-1, 1], row["replay"][-1, 1]
         return (
-            f"At {launch:g} us per launch, {COUNT} operations of {operation:g} us take {ends[0]:g} us eagerly, with "
-            f"the device idle for {row['idle']:.0%} of that, and {ends[1]:g} us in a replay."
+            f"At {launch:g} µs per launch, {COUNT} operations of {operation:g} µs take {ends[0]:g} µs in an eager "
+            f"run, with the device idle for {row['idle']:.0%} of that time, and {ends[1]:g} µs in a replay."
         )

@@ -121,22 +121,22 @@ export default explorer(view => {
     },
   });
 
-  // All pairs, a line for each axis, fastest first: those that are fast enough to be seen are large
+  // All pairs, two lines for each axis, fastest first: those that are fast enough to be seen are large
   const pairs = () => NAMES.map((_, axis) => Array.from(axes().keys()).filter(plane => axes()[plane] === axis));
-  const LARGE = 8, HEAD = 24, wide = () => (view.fit(1000) > 700 ? Math.min(610, view.fit(1000) - 364) : view.fit(610)), DIAL = () => Math.floor((wide() < 560 ? wide() : wide() - 256) / LARGE);
-  const below = () => (wide() < 560 ? 20 : 0), LINE = () => HEAD + DIAL() + below() + 6;  // on a phone the slow ones stand below
+  const LARGE = 8, SMALL = 16, HEAD = 24, wide = () => (view.fit(1000) > 700 ? Math.min(610, view.fit(1000) - 364) : view.fit(610));
+  const DIAL = () => Math.floor(wide() / LARGE), SLOW = () => Math.floor(wide() / SMALL), LINE = () => HEAD + DIAL() + SLOW() + 8;
   const spot = plane => {  // [x, y, radius]
     const axis = axes()[plane], i = pairs()[axis].indexOf(plane), top = axis * LINE() + HEAD;
     if (i < LARGE) return [(i + 0.5) * DIAL(), top + DIAL() / 2, DIAL() / 2 - 3];
-    return [(below() ? 0 : LARGE * DIAL()) + (i - LARGE + 0.5) * 16, top + (below() ? DIAL() + 10 : DIAL() / 2), 6];
+    return [(i - LARGE + 0.5) * SLOW(), top + DIAL() + SLOW() / 2, SLOW() / 2 - 3];
   };
   function dial_at(x, y) {
     return axes().findIndex((_, plane) => { const [left, top, r] = spot(plane); return Math.abs(x - left) <= r + 2 && Math.abs(y - top) <= Math.max(r, 8) + 2; });
   }
   view.canvas({
     name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
-    caption: () => `All ${axes().length} rotary pairs, a line for each axis, from the fastest to the slowest; a larger theta slows them. The score depends only on the wedges. ` +
-      "Farther is not always lower, because a fast pair comes round again",
+    caption: () => `All ${axes().length} rotary pairs by axis, from the fastest to the slowest; a larger theta slows them. The score depends only on the wedges. ` +
+      "Farther is not always lower, because fast pairs wrap around",
     size: () => [wide(), 3 * LINE()],
     at: dial_at,
     step(item, dx, dy) {
@@ -152,13 +152,13 @@ export default explorer(view => {
         pen.fillStyle = words(axis);
         pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs differ in angle` : "same position, so its pairs have the same angle"}`, 2, axis * LINE() + 4);
       });
-      axes().forEach((_, plane) => { const [x, y, r] = spot(plane); dial(pen, plane, x, y, r, r > 10 ? 3 : 2); });
+      axes().forEach((_, plane) => { const [x, y, r] = spot(plane); dial(pen, plane, x, y, r, r > 20 ? 4 : 2); });
     },
   });
 
   view.readout(() => {
-    const plane = view.item, axis = axes()[plane], [a, b] = [query()[axis], key()[axis]];
-    return `rotary pair ${plane} is rotated by ${NAMES[axis]}\nQuery at ${a}: ${angle(plane, a).toFixed(2)} rad, key at ${b}: ${angle(plane, b).toFixed(2)} rad`;
+    const plane = view.item, axis = axes()[plane], far = Math.abs(apart(angle(plane, query()[axis]), angle(plane, key()[axis])));
+    return `rotary pair ${plane}, rotated by ${NAMES[axis]}: ${degrees(far)} between query and key`;
   });
   return {
     count: () => axes().length,

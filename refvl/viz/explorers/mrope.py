@@ -20,27 +20,28 @@ QUERY = {"t": 4, "h": 6, "w": 6}
 
 
 class MropeExplorer(Explorer):
-    """A key moves around a fixed query; both are the same vector, so their score depends only on positions.
+    """The explorer of M-RoPE. Query and key are the same vector, so their score depends only on their positions.
 
-    Items are rotary pairs, the fastest first. The score is 1 if no pair is rotated.
+    The query is fixed; the key moves. Items are rotary pairs, the fastest first. The score is 1 if no pair is rotated.
     """
 
     _esm = module("mrope")
     title = "M-RoPE playground"
     asks = "How does attention know how far apart two tokens are?"
     terms = (
-        "Attention scores a query against a key. First, M-RoPE splits both into pairs of numbers and rotates each "
-        "pair by t (time), h (height) or w (width)."
+        "Attention scores a query against a key. Before that, M-RoPE splits both into pairs of numbers and rotates "
+        "each pair by t (time), h (height) or w (width)."
     )
-    action = "Drag the key ✕ down, out of the query's row: now the pairs of h differ, too, and the score falls."
+    action = "Drag the key ✕ down, out of the query's row: now the h pairs differ, too, and the score falls."
     takeaway = (
-        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their distance."
+        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their offsets in "
+        "t, h and w."
     )
 
     def __init__(self):
         controls = [
-            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu"),
-            Control("theta", "theta", THETAS),
+            Control("sections", "pairs of t, h, w", list(SECTIONS), kind="menu", rare=True),
+            Control("theta", "theta", THETAS, rare=True),
             *(Control(axis, f"{axis} of the key", list(range(extent))) for axis, extent in EXTENT.items()),
         ]
         self.axes = {name: mrope_axis_of_pairs(s, interleaved=i) for name, (s, i) in SECTIONS.items()}
@@ -58,11 +59,11 @@ class MropeExplorer(Explorer):
         self.selected = 5  # the second pair of w
 
     def row(self, index: int) -> dict:
-        """Return axes, cos and sin (pairs,) of the key's angles; the part of each axis in the score, and their sum."""
+        """Return axis, cos and sin (pairs,) of the key's pairs, the part of each axis in the score, and the score."""
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)
         planes = torch.arange(len(self.axes[name]))
-        position = torch.tensor(key)[self.axes[name]]  # of the key, on each pair's axis
+        position = torch.tensor(key)[self.axes[name]]  # the key's position on the axis of each pair
         distance = [abs(a - b) for a, b in zip(key, QUERY.values(), strict=True)]
         parts = self.shared["scores"][i][k][torch.arange(3), distance]
         cos, sin = (self.shared[which][i][k][position, planes] for which in ("cos", "sin"))
@@ -90,15 +91,15 @@ class MropeExplorer(Explorer):
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
         return (
-            f"Two equal tokens at t, h, w of {tuple(QUERY.values())} and {(options['t'], options['h'], options['w'])}, "
-            f"rotated as in {options['sections']} with theta {options['theta']:,}: their score is {row['score']:.2f}."
+            f"Two equal tokens at t, h, w of {tuple(QUERY.values())} and {(options['t'], options['h'], options['w'])} "
+            f"have the score {row['score']:.2f} if rotated as in {options['sections']}, theta {options['theta']:,}."
         )
 
 
 def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin, (positions, pairs), of every rotary pair of a head at every position.
 
-    The tower's pairs that rows rotate are those of a text head half as wide, so a column of patches has them.
+    A tower head of twice the width rotates half of its pairs by row, so a column of patches has these angles.
     """
     column = [(1, max(EXTENT.values()), 1)]
     cos, sin = vision_rotary_cos_sin(column, head_dim=4 * planes, spatial_merge_size=1, theta=theta)
@@ -106,7 +107,7 @@ def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def axis_scores(axes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return what the pairs of each axis add to the score of two equal tokens this far apart, (3, distances)."""
+    """Return the contribution of each axis to the score of two equal tokens at every distance, (3, distances)."""
     ones = torch.ones(len(cos), 1, 2 * len(axes))
     rotated = apply_rotary(ones, cos, sin)[:, 0] * apply_rotary(ones[:1], cos[:1], sin[:1])[0, 0]
     planes = rotated.unflatten(1, (2, len(axes))).sum(1) / (2 * len(axes))  # (distances, pairs)

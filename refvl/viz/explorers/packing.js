@@ -4,7 +4,7 @@ import { explorer } from "./shared.js";
 export default explorer(view => {
   const ROW = () => (view.big ? 56 : 26), SIDE = () => (view.big ? 84 : 52), TEXT = 250;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a replay's words stand below it
+  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone, the text of a replay is below its bar
   const tokens = () => view.row.tokens;
   const largest = () => view.shared.largest[view.place("arrivals")];
   const scale = () => W() / Math.max(view.shared.widest, largest());

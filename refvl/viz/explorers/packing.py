@@ -1,4 +1,4 @@
-"""Packing player: images arrive one by one, share the replays of captured graphs, and leave some of them empty."""
+"""Packing player: images arrive one by one and share replays of captured graphs; padding fills the unused part."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from refvl.pixels.patches import PatchConfig
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_packing
 
-EITHER = "either"  # the policy, if both pack alike
+EITHER = "either"  # the name shown if both policies pack alike
 ARRIVALS = {  # (width, height) in px, in order of arrival
     "photos of all sizes": (
         (280, 196), (448, 308), (140, 140), (532, 392), (308, 168), (140, 420), (364, 224), (140, 168), (336, 336),
@@ -33,16 +33,16 @@ def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
 
 
 class PackingExplorer(Explorer):
-    """Items are images in the order of their arrival. The largest of `budgets` are captured."""
+    """The explorer of packing. Items are images in order of arrival. The largest of `budgets` are captured."""
 
     _esm = module("packing")
     title = "Packing player"
     asks = "How many images share one replay of a CUDA graph?"
     terms = (
         "A CUDA graph records a model's operations for a fixed number of tokens, its budget. A replay runs them "
-        "again, and padding fills the rest."
+        "again, and padding fills the unused part."
     )
-    action = "Press play: the images arrive one by one. Then capture fewer graphs, and see the padding grow."
+    action = 'Press "add images": they arrive one by one. Then capture fewer graphs, and see the padding grow.'
     takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
 
     def __init__(self, arrivals: Mapping[str, Sequence[int]], budgets: Sequence[int], *, max_items: int):
@@ -63,7 +63,7 @@ class PackingExplorer(Explorer):
         controls = [
             Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
             Control("graphs", "graphs captured", captured),
-            Control("arrived", "images so far", range(1, most + 1), kind="player"),
+            Control("arrived", "images so far", range(1, most + 1), kind="player", plays="add images"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]
         shared = {
@@ -82,7 +82,7 @@ class PackingExplorer(Explorer):
         )  # fmt: skip
 
     def _row(self, name: str, graphs: int, arrived: int, batches: list[Batch]) -> dict:
-        """Return budgets: of the captured graphs; replays: items and budget of each batch, 0 if it runs eagerly."""
+        """Return the captured budgets, and the items and the budget of each batch; an eager batch has budget 0."""
         return {
             "tokens": self.arrivals[name][:arrived],
             "budgets": self.budgets[-graphs:],
@@ -107,7 +107,8 @@ class PackingExplorer(Explorer):
     def describe(self) -> str:
         (name, _, arrived, policy), row = self.states[self.index], self.row(self.index)
         replays = sum(replay["budget"] > 0 for replay in row["replays"])
+        images, budgets = f"{arrived} image{'s' * (arrived > 1)}", ", ".join(map(str, row["budgets"]))
         return (
-            f"Arrivals ({name}): {arrived} image{'s' * (arrived > 1)} in {replays} replay{'s' * (replays != 1)} "
-            f"of graphs of {', '.join(map(str, row['budgets']))} tokens, {row['waste']:.0%} padding, {policy} policy."
+            f"{images} ({name}) under the {policy} policy: {replays} replay{'s' * (replays != 1)} of graphs of "
+            f"{budgets} tokens, with {row['waste']:.0%} padding."
         )

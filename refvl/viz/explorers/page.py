@@ -62,7 +62,7 @@ style-src 'unsafe-inline'; img-src data: blob:">
 
 
 def page(explorer: Explorer, *, foot: str = "") -> str:
-    """Return the explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
+    """Return the explorer as one HTML file, with a policy against loading anything else. foot: HTML for its end."""
     [entry] = Widget.get_manager_state(widgets=[explorer])["state"].values()
     body = host(entry, text=explorer.describe(), keep=True)
     words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "terms", "action", "takeaway")}
@@ -72,11 +72,11 @@ def page(explorer: Explorer, *, foot: str = "") -> str:
 def host(entry: Mapping, *, text: str = "", keep: bool = False) -> str:
     """Return HTML that runs a widget's saved state, as stored in notebooks.
 
-    text: shown if scripts are off. keep: the address stores the state, so a link leads back to it.
+    text: shown if scripts are off. keep: whether the address stores the state, so a link can restore it.
     """
     state = {key: value for key, value in entry["state"].items() if not str(value).startswith("IPY_MODEL_")}
     content = json.dumps({"state": state, "buffers": entry.get("buffers", [])}, separators=(",", ":"))
-    # no "<" is left that could end the script
+    # without any "<", which could end the script
     return _HOST.format(
         id=f"explorer-{next(_IDS)}",
         text=html.escape(text),

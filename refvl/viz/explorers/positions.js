@@ -30,8 +30,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward; faded: not yet read. The next text ` +
-      `token has position ${count() + view.row.delta}, ${view.row.delta ? `${Math.abs(view.row.delta)} ${view.row.delta < 0 ? "below" : "above"}` : "equal to"} the number of tokens (delta ${view.row.delta})` +
+    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward; faded: not yet read. The next token, ` +
+      `number ${count()}, is text at position ${count() + view.row.delta}: delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}. Tokens, positions, rows and columns are counted from 0` +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT()],
     at: px => Math.floor((px - LEFT) * count() / (WIDTH() - LEFT)),
@@ -142,7 +142,7 @@ export default explorer(view => {
     const three = table => [0, 1, 2].map(axis => at(table, axis, token)).join(", ");
     const other = view.row.other && three(view.row.other) !== three(view.row.positions)
       ? `; ${view.option("convention")}: ${three(view.row.other)}` : "";
-    return `token ${token}: ${what}\nt, h, w = ${three(view.row.positions)}${other}`;
+    return `token ${token}: ${what}${other ? `; t, h, w = ${three(view.row.positions)}${other}` : ""}`;
   });
   return { count, walk: "token by token" };
 });

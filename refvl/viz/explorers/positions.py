@@ -1,4 +1,4 @@
-"""Positions: a real prompt with an image and a video, its three rows, and the results of released software."""
+"""Positions: a real prompt with an image and a video, its three rows of positions, and those of released software."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ CONVENTIONS: dict[str, Callable[[int, Sequence[MediaSpan]], tuple[Tensor, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A processor's result for the messages."""
+    """A prompt as a processor tokenizes it."""
 
     ids: Tensor  # (L,)
     spans: list[MediaSpan]
@@ -83,11 +83,11 @@ class PositionsExplorer(Explorer):
             found |= {(*state, name): row for name, row in rows.items()}
         controls = [
             Control("family", "prompt of", list(processors), kind="menu"),
-            Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu"),
-            Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu"),
-            Control("seconds", "length, s", SECONDS),
-            Control("rate", "frames per second", RATES),
-            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu"),
+            Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu", rare=True),
+            Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu", rare=True),
+            Control("seconds", "length of the video, s", SECONDS, rare=True),
+            Control("rate", "frames per second", RATES, rare=True),
+            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu", rare=True),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))
@@ -119,9 +119,10 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """Return a row per convention that differs from ours, and one for none; of equal conventions, the first.
+        """Return our row and one row for each convention that differs from ours; of equal conventions, only the first.
 
-        All concern videos in one run. If text separates frames, vLLM also continues after the largest position.
+        All conventions are about videos without text between the frames. If text separates frames, vLLM continues after
+        the largest position, as we do.
         """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
@@ -135,7 +136,7 @@ class PositionsExplorer(Explorer):
         return rows
 
     def _words(self, prompt: Prompt, family: str) -> Tensor:
-        """Return the number of every token's text in `shared["words"]`, (L,); placeholders read alike."""
+        """Return the index of each token's text in `shared["words"]`, (L,); equal placeholders have the same text."""
         tokenizer = self.processors[family].tokenizer
         known = {int(i): tokenizer.decode([int(i)]) for i in prompt.ids.unique()}
         return torch.tensor([self.words.setdefault(known[int(i)], len(self.words)) for i in prompt.ids])
@@ -154,22 +155,22 @@ class PositionsExplorer(Explorer):
 
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
-        other = "" if row["other"] is None else f" Compared with {options['convention']}: delta {row['other_delta']}."
+        other = "" if row["other"] is None else f" With {options['convention']}, delta is {row['other_delta']}."
         return (
-            f"Positions of a {options['family']} prompt of {row['positions'].shape[1]} tokens with an image of shape "
-            f"{options['image']} and a video of {options['seconds']} s at {options['rate']} frames per second: "
+            f"A {options['family']} prompt of {row['positions'].shape[1]} tokens with an image of shape "
+            f"{options['image']} and a video of {options['seconds']} s at {options['rate']} frames per second has "
             f"delta {row['delta']}.{other}"
         )
 
 
 def _pixels(size: tuple[int, int], processor: ChatProcessor) -> tuple[int, int]:
-    """Return (width, height) of that many merged tokens."""
+    """Return the (width, height) in pixels of `size` merged tokens."""
     factor = processor.image_config.factor
     return size[0] * factor, size[1] * factor
 
 
 def _places(prompt: Prompt) -> dict[str, Tensor]:
-    """Return kinds (L,): 0 text, 1 image, 2 video; places (L, 3): step, row, column in the item; its extents (L, 3)."""
+    """Return kinds (L,), 0 text, 1 image, 2 video; places (L, 3), step, row and column; the item's extents (L, 3)."""
     count = len(prompt.ids)
     kinds, places, extents = torch.zeros(count), torch.zeros(count, 3), torch.ones(count, 3)
     steps = {"image": 0, "video": 0}

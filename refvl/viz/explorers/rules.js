@@ -2,9 +2,9 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const { image, frames, rules, says } = view.shared, GAP = 16, HEAD = 50, FOOT = 24;
+  const { image, frames, rules, says } = view.shared, GAP = 16, HEAD = 64, FOOT = 24, AXIS = 20;
   const wide = () => view.fit(1120) >= 840;
-  const MAPS = () => (wide() ? 500 : view.fit(700)), PROMPT = () => (wide() ? view.fit(1004) - 524 : view.fit(520));
+  const MAPS = () => view.fit(wide() ? 1120 : 700), PROMPT = () => view.fit(wide() ? 1120 : 520);
 
   // Every token of the media in the order of the prompt: its piece, where it lies on the image or frame, and how large.
   function tokens() {
@@ -34,23 +34,25 @@ export default explorer(view => {
 
   // the media: overview, slices, frames, each a box [left, top, width, height]
   function boxes() {
-    const width = PROMPT(), { sizes, grid } = view.row, count = view.option("frames"), found = [];
+    const beside = wide(), width = beside ? Math.min(PROMPT() / 2, 520) - GAP : PROMPT(), { sizes, grid } = view.row;  // the video beside the image
+    const count = view.option("frames"), found = [];
     const small = Math.round(width / 4), low = Math.round(small / 1.5);
     found.push([0, 22, small, low]);
     const left = small + GAP, large = width - left, high = Math.round(large / 1.5);
     const [columns, rows] = grid, gap = 5, w = (large - gap * (columns - 1)) / columns, h = (high - gap * (rows - 1)) / rows;
     for (let k = 0; k < columns * rows; k++) found.push([left + (k % columns) * (w + gap), 22 + Math.floor(k / columns) * (h + gap), w, h]);
-    const top = 22 + (columns ? high : low) + 30, each = Math.min((width - gap * (count - 1)) / count, wide() ? 220 : 110);
-    for (let f = 0; f < count; f++) found.push([f * (each + gap), top, each, each / 1.5]);
+    const room = beside ? PROMPT() - width - 2 * GAP : width, start = beside ? width + 2 * GAP : 0;
+    const top = beside ? 22 : 22 + (columns ? high : low) + 30, each = Math.min((room - gap * (count - 1)) / count, beside ? 300 : 110);
+    for (let f = 0; f < count; f++) found.push([start + f * (each + gap), top, each, each / 1.5]);
     return found;
   }
   const cell = ([left, top, width, height], { r, c }, [rows, columns]) =>
     [left + c * width / columns, top + r * height / rows, width / columns, height / rows];
   const extent = piece => view.row.sizes[piece] ?? view.row.frame;
-  const tall = () => { const [, top, , height] = boxes().at(-1); return top + height + 4; };
+  const tall = () => Math.max(...boxes().map(([, top, , height]) => top + height)) + 4;
   view.canvas({
     name: () => `the image in ${view.row.sizes.length} pieces, and ${view.option("frames")} frames`,
-    caption: () => "The image and the video of the prompt, cut into tokens; choose one" + (view.option("pruned") === "half" ? ". Dark: pruned" : ""),
+    caption: () => "The image and the video of the prompt, cut into tokens; choose one" + (view.option("pruned") === "half" ? ". Faded: pruned" : ""),
     size: () => [PROMPT(), tall()],
     at: (x, y) => tokens().findIndex(token => {
       const [left, top, width, height] = cell(boxes()[token.piece], token, extent(token.piece));
@@ -65,11 +67,12 @@ export default explorer(view => {
       pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textBaseline = "top";
       pen.fillText("overview", 0, 4);
       if (view.row.grid[0]) pen.fillText(`slices, ${view.row.grid.join(" x ")}`, places[1][0], 4);
-      pen.fillText("video", 0, places.at(-1)[1] - 18);
+      const [from, under] = places.at(-view.option("frames"));
+      pen.fillText(`video, ${view.option("frames")} frames`, from, under - 18);
       all.forEach((token, i) => {
         const [x, y, w, h] = cell(places[token.piece], token, extent(token.piece));
         cut(pen, token, x, y, w, h);
-        if (!view.row.kept[i]) { pen.fillStyle = "#000c"; pen.fillRect(x, y, w, h); }
+        if (!view.row.kept[i]) view.fade(pen, x, y, w, h, 0.8);
         pen.strokeStyle = "#fff9"; pen.lineWidth = 1; pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
       });
       if (view.item >= 0) ring(pen, ...cell(places[all[view.item].piece], all[view.item], extent(all[view.item].piece)));
@@ -78,9 +81,9 @@ export default explorer(view => {
 
   // The four maps: w to the right, h down. Frames at one place lie on each other like cards, the later ones on top. Where a
   // slice lies on a token of the overview, a circle stands for that.
-  const columns = () => (wide() || MAPS() >= 330 ? 2 : 1), side = () => (MAPS() - GAP * (columns() - 1)) / columns();
+  const columns = () => (wide() ? 4 : MAPS() >= 330 ? 2 : 1), side = () => (MAPS() - GAP * (columns() - 1)) / columns() - AXIS;
   const at = (found, axis, i) => found.positions[axis * view.row.kept.length + i];
-  const corner = k => [(k % columns()) * (side() + GAP), Math.floor(k / columns()) * (side() + HEAD + FOOT)];
+  const corner = k => [(k % columns()) * (side() + AXIS + GAP) + AXIS, Math.floor(k / columns()) * (side() + HEAD + FOOT)];
   const unit = found => side() / (found.end + 1.5);
   function cards(found) {  // [item, left, top, is covered] of every token that is kept, from the corner of its map
     const seen = {}, step = unit(found), pieces = view.row.sizes.length, all = tokens();
@@ -94,8 +97,8 @@ export default explorer(view => {
     }).filter(Boolean);
   }
   view.canvas({
-    name: () => rules.map((rule, k) => `${rule}: text goes on at ${view.row.rules[k].end}`).join("; "),
-    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text. Circles: tokens of the overview, under the slices. " +
+    name: () => rules.map((rule, k) => `${rule}: text continues at ${view.row.rules[k].end}`).join("; "),
+    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text, whose h and w are equal, so it runs down the diagonal. Circles: tokens of the overview, under the slices. " +
       "Frames at the same position are drawn like a fan of cards",
     size: () => [MAPS(), Math.ceil(4 / columns()) * (side() + HEAD + FOOT)],
     at(x, y) {
@@ -112,12 +115,19 @@ export default explorer(view => {
         const [left, top] = corner(k), step = unit(found);
         pen.save(); pen.translate(left, top);
         pen.textBaseline = "top"; pen.textAlign = "left"; pen.fillStyle = view.colors.ink;
-        pen.font = "bold 14px sans-serif"; pen.fillText(rules[k], 0, 0);
+        pen.font = "bold 14px sans-serif"; pen.fillText(rules[k], -AXIS, 0);
         pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted;
-        wrapped(pen, says[k], side()).forEach((line, n) => pen.fillText(line, 0, 17 + 13 * n));
+        wrapped(pen, says[k], side() + AXIS).forEach((line, n) => pen.fillText(line, -AXIS, 17 + 13 * n));
         pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, side() - 1, side() - 1);
-        pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textAlign = "right";
-        pen.fillText("w →", side() - 5, HEAD + 5); pen.textAlign = "left"; pen.fillText("h ↓", 5, HEAD + side() - 18);
+        pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted;
+        const every = [5, 10, 20, 50].find(n => found.end / n <= 5) ?? 100;
+        for (let n = every; n <= found.end; n += every) {
+          pen.fillRect((n + 0.75) * step, HEAD - 4, 1, 4); pen.fillRect(-4, HEAD + (n + 1.25) * step, 4, 1);
+          pen.textAlign = "center"; pen.textBaseline = "bottom"; pen.fillText(n, (n + 0.75) * step, HEAD - 4);
+          pen.textAlign = "right"; pen.textBaseline = "middle"; pen.fillText(n, -5, HEAD + (n + 1.25) * step);
+        }
+        pen.textAlign = "left"; pen.textBaseline = "bottom"; pen.fillText("w →", 0, HEAD - 4);
+        pen.textAlign = "right"; pen.textBaseline = "top"; pen.fillText("h ↓", -2, HEAD + 1);
         pen.fillStyle = view.colors.text;
         for (let i = 0; i < found.text.shape[1]; i++) {
           const [h, w] = [1, 2].map(axis => found.text[axis * found.text.shape[1] + i]);
@@ -136,8 +146,8 @@ export default explorer(view => {
             pen.beginPath(); pen.arc(x + step / 2, y + step / 2, step / 4, 0, 7); pen.stroke();
           }
         }
-        pen.fillStyle = view.colors.ink; pen.textAlign = "right";
-        pen.fillText(`text goes on at ${found.end}`, side(), HEAD + side() + 4);
+        pen.fillStyle = view.colors.ink; pen.textAlign = "right"; pen.textBaseline = "top";
+        pen.fillText(`${side() < 170 ? "next text" : "text continues at"} ${found.end}`, side(), HEAD + side() + 4);
         const chosen = laid.find(([i]) => i === view.item);
         if (chosen) {
           const [, x, y] = chosen, [h, w] = [at(found, 1, view.item), at(found, 2, view.item)];
@@ -163,9 +173,11 @@ export default explorer(view => {
 
   view.readout(() => {
     const { piece, r, c } = tokens()[view.item];
-    const where = view.row.rules.map((found, k) => (view.row.kept[view.item]
-      ? `${rules[k]} (${[0, 1, 2].map(axis => at(found, axis, view.item)).join(", ")})` : ""));
-    return `${called(piece)}, row ${r}, column ${c}: ` + (where[0] ? `t, h, w in ${where.join(", ")}` : "pruned, and without a position");
+    return `${called(piece)}, row ${r}, column ${c}${view.row.kept[view.item] ? "" : ": pruned, so it has no position"}`;
+  }, () => {
+    if (!view.row.kept[view.item]) return "";
+    const where = view.row.rules.map((found, k) => `${rules[k]} (${[0, 1, 2].map(axis => at(found, axis, view.item)).join(", ")})`);
+    return `t, h, w in ${where.join(", ")}. Rows, columns and positions are counted from 0`;
   });
   return { count: () => view.row.kept.length, walk: "token by token" };
 });

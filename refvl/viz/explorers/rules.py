@@ -1,4 +1,4 @@
-"""Four position rules: the positions of one sliced image's and one video's tokens in four families."""
+"""Four position rules: the positions of the tokens of one sliced image and one video under each rule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import TOKEN_COLORS
 
 RULES = {
-    "Qwen2.5-VL": "each slice after the one before; all frames in one place",
+    "Qwen2.5-VL": "each slice after the previous one; frames share h and w",
     "Qwen3-VL": "slices and frames one after another",
-    "MiniCPM-V 4.7": "each slice where it is in the image",
-    "like plain text": "no model: every token one further",
+    "MiniCPM-V 4.7": "each slice at its location in the image",
+    "like plain text": "no model: each token adds 1",
 }
 SLICES, FRAMES, PRUNED = (1, 2, 4, 6), (2, 4), (0.0, 0.5)
 SIZE, CUT = (768, 512), SliceConfig(scale_resolution=168, patch_size=14, multiple=4)  # a token covers 56 x 56 px
-FRAME = (2, 3)  # tokens of a frame
+FRAME = (2, 3)  # (h, w) in tokens
 MARKS = CanvasMarks(1, 2, 3, 4, 5)
 TEXT, FILL = 0, 6
 STEP = 2.0  # positions between two frames in Qwen2.5-VL, one second apart
@@ -35,7 +35,7 @@ STEP = 2.0  # positions between two frames in Qwen2.5-VL, one second apart
 
 @dataclass
 class Prompt:
-    """The ids of a growing prompt; between items there is text of some length."""
+    """The ids of a prompt under construction, and the spans of its items."""
 
     ids: list[int] = field(default_factory=list)
     spans: list[MediaSpan] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Prompt:
 
 
 class PositionRulesExplorer(Explorer):
-    """The explorer; its items are the tokens of overview, slices and frames."""
+    """The explorer of position rules. Items are the tokens of the overview, the slices and the frames."""
 
     _esm = module("rules")
     title = "Four position rules"
@@ -85,7 +85,7 @@ class PositionRulesExplorer(Explorer):
         self.selected = 30  # in the last slice
 
     def compared(self, slices: int, frames: int, pruned: str) -> dict:
-        """Return pieces, kept (items,), and per rule the positions of items and of text, and the next text position.
+        """Return the sizes of the pieces, `kept` (items,), and for each rule all positions and the next text position.
 
         positions (3, items) is -1 where a token is pruned; text (3, tokens).
         """
@@ -100,7 +100,7 @@ class PositionRulesExplorer(Explorer):
         }  # fmt: skip
 
     def kept(self, frames: int, q: float) -> Tensor:
-        """Return (frames * h * w,) bool: EVS on the pixels of the cells, instead of their embeddings."""
+        """Prune with the pixels of the cells instead of their embeddings; return (frames * h * w,) bool."""
         h, w = FRAME
         pixels = torch.from_numpy(np.stack([np.asarray(f) for f in self.frames[:: len(self.frames) // frames]])).float()
         cells = pixels.unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3).flatten(3).flatten(0, 2)
@@ -118,11 +118,11 @@ class PositionRulesExplorer(Explorer):
         options, row = self.options, self.row(self.index)
         columns, rows = row["grid"]
         cut = f"cut into {columns} x {rows} slices" if columns else "that is not cut"
-        ends = ", ".join(f"{rule} {found['end']}" for rule, found in zip(RULES, row["rules"], strict=True))
-        lost = "half of the video pruned, " if options["pruned"] == "half" else ""
+        ends = ", ".join(f"{found['end']} ({rule})" for rule, found in zip(RULES, row["rules"], strict=True))
+        lost = "half of it pruned, " if options["pruned"] == "half" else ""
         return (
-            f"An image {cut} and a video of {options['frames']} frames, {lost}under four position rules; "
-            f"the next text token stands at: {ends}."
+            f"After an image {cut} and a video of {options['frames']} frames, {lost}the next text token is at "
+            f"position {ends}."
         )
 
 
@@ -147,7 +147,7 @@ def prompt_of(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames:
 
 
 def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: int, kept: Tensor) -> dict:
-    """Return positions (3, items), text (3, tokens) of the rest, and end, the position of the next text token."""
+    """Return `positions` (3, items), `text` (3, other tokens), and `end`, the position of the next text token."""
     prompt = prompt_of(rule, sizes, columns, frames)
     media = torch.cat([s.offset + torch.arange(s.num_tokens) for s in prompt.spans])
     stays = torch.ones(len(prompt.ids), dtype=torch.bool)
@@ -168,7 +168,7 @@ def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: in
 
 
 def draw_map(ax: Axes, found: dict, sizes: Sequence[tuple[int, int]], rule: str) -> None:
-    """Draw rows and columns of all tokens under one rule, the overview's larger, since slices may cover them."""
+    """Draw h and w of all tokens under one rule; those of the overview are larger, because slices may cover them."""
     overview, image = sizes[0][0] * sizes[0][1], sum(h * w for h, w in sizes)
     positions = found["positions"]
     parts = {
@@ -182,4 +182,4 @@ def draw_map(ax: Axes, found: dict, sizes: Sequence[tuple[int, int]], rule: str)
         edge = TOKEN_COLORS["image"] if color == "none" else color
         ax.scatter(thw[2], thw[1], s=area, c=color, edgecolors=edge, marker=marker, label=name, linewidths=0.8)
     ax.set(aspect="equal", xlim=(-2, found["end"] + 1), ylim=(found["end"] + 1, -2), xlabel="w", ylabel="h")
-    ax.set_title(f"{rule}: text goes on at {found['end']}", fontsize=9)
+    ax.set_title(f"{rule}: text continues at {found['end']}", fontsize=9)

@@ -14,7 +14,8 @@
 //                                                        // screens a finger drags sideways; scrolling changes nothing
 //       grab: (x, y) => x < 22,                          // where a finger may start to drag in both directions
 //     });
-//     view.readout(() => `token ${view.item}`);          // describes the item, below; called if item >= 0
+//     view.readout(() => `token ${view.item}`,           // describes the item, below; called if item >= 0
+//       () => "its exact numbers");                      // optional: folded below that
 //     return { count: () => 12, read: () => view.row };  // the number of items; the numbers behind the drawing
 //                                                        // walk: "token by token" adds a button that steps through them
 //   });
@@ -29,14 +30,16 @@
 // view.big: there is the width of a page of its own, so canvases may be larger.
 // view.fit(n): n, or the available width if that is smaller: phones get narrower drawings, not smaller text.
 // view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
-// `_text` are for words.
+// `_text` are for words. view.fade(pen, x, y, width, height, part): lets this much of a rectangle vanish in the page.
 
 const SANS = '-apple-system, "Segoe UI", "Inter", "Helvetica Neue", "Liberation Sans", Roboto, Arial, sans-serif';
 const STYLE = `
 .refvl { color: var(--ink); background: var(--surface); font: 15px/1.45 ${SANS}; padding: 8px; }
 .refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
 .refvl .column { display: grid; gap: 8px; max-width: 100%; } .refvl .column > b { contain: inline-size; }
-.refvl .controls { margin-bottom: 12px; align-items: center; }
+.refvl .controls { margin-bottom: 12px; align-items: center; } .refvl [hidden] { display: none !important; }
+.refvl details { min-width: 0; } .refvl details[open].more { flex-basis: 100%; } .refvl .more .controls { margin: 8px 0 0; }
+.refvl summary { cursor: pointer; color: var(--muted); width: fit-content; } .refvl .numbers p { margin: 4px 0 0; white-space: pre-line; }
 .refvl label { display: flex; gap: 8px; align-items: center; max-width: 100%; }
 .refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }
 .refvl input[type=range] { width: 180px; accent-color: var(--ink); }
@@ -45,12 +48,12 @@ const STYLE = `
 .refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
 .refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 14px; text-wrap: pretty; }
-.refvl figcaption::first-letter, .refvl .readout::first-letter { text-transform: uppercase; }
-.refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }
+.refvl figcaption::first-letter { text-transform: uppercase; }
+.refvl .readout { display: block; min-height: 1.45em; margin-top: 8px; } .refvl .readout::first-letter, .refvl .numbers p::first-letter { text-transform: uppercase; }
 @media (pointer: coarse), (max-width: 600px) {
   .refvl label { flex-wrap: wrap; gap: 0 8px; } .refvl label > span { flex-basis: 100%; }
   .refvl input[type=range] { width: 200px; flex: 0 1 auto; }
-  .refvl input[type=range], .refvl select, .refvl button { min-height: 44px; min-width: 44px; }
+  .refvl input[type=range], .refvl select, .refvl button { min-height: 44px; min-width: 44px; } .refvl summary { line-height: 44px; }
 }`;
 const ARRAYS = { u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -148,7 +151,7 @@ function easing(later) {
 }
 
 // A slider or menu over the options that exist; `update` puts it where the state is.
-function controller(view, number, { label, options, kind }) {
+function controller(view, number, { label, options, kind, plays }) {
   const menu = kind === "menu", widget = make(menu ? "select" : "input", menu ? {} : { type: "range", min: 0, step: 1 });
   const shown = make("output"), node = make("label", {}, make("span", {}, label), widget, menu ? "" : shown);
   let available = [];
@@ -158,7 +161,7 @@ function controller(view, number, { label, options, kind }) {
     available = offered(view.table, view.state, number);
     if (menu) widget.replaceChildren(...available.map((o, i) => make("option", { value: i, textContent: options[o] })));
     else widget.max = available.length - 1;
-    widget.disabled = available.length < 2;
+    node.hidden = widget.disabled = available.length < 2;
     widget.value = available.indexOf(view.state[number]);
     shown.value = options[view.state[number]];
     widget.setAttribute("aria-valuetext", shown.value);
@@ -167,8 +170,8 @@ function controller(view, number, { label, options, kind }) {
   const button = make("button", { type: "button" });
   let timer = 0;
   const says = playing => {
-    button.textContent = playing ? "⏸" : "▶";
-    button.setAttribute("aria-label", `${playing ? "pause" : "play"}: ${label}`);
+    button.textContent = `${playing ? "⏸" : "▶"} ${plays}`;
+    button.setAttribute("aria-label", `${playing ? "pause" : "play"}: ${plays}`);
   };
   const stop = () => { clearInterval(timer); timer = 0; says(false); };
   const next = () => {
@@ -266,17 +269,18 @@ export function explorer(build) {
   return { async render({ model, el }) {
     const root = make("div", { className: "refvl" }), controls = make("div", { className: "controls" });
     const pictures = make("div", { className: "pictures" }), said = make("output", { className: "readout" });
+    const exact = make("p"), numbers = make("details", { className: "numbers", hidden: true }, make("summary", {}, "exact numbers"), exact);
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", model.get("name"));
     said.setAttribute("aria-live", "polite");
-    root.append(make("style", { textContent: STYLE }), controls, pictures, said);
+    root.append(make("style", { textContent: STYLE }), controls, pictures, said, numbers);
     // In a notebook's command mode, JupyterLab handles plain keys of the focused element: arrows walk through cells,
     // and D twice deletes one. It listens on the document, so keys that stop here reach only the control.
     root.addEventListener("keydown", event => {
       if (!event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) event.stopPropagation();
     });
 
-    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0, column = pictures;
+    let seen, table, wish, ours, hovered = -1, say = () => "", tell, canvases = [], widgets = [], frame = 0, column = pictures;
     const theme = themes(model.get("palette"), () => later());
     const view = {
       get table() { return table; },
@@ -305,7 +309,10 @@ export function explorer(build) {
         pictures.append(column = make("div", { className: "column" }));
         if (heading) column.append(make("b", {}, heading));
       },
-      readout(f) { say = f; },
+      readout(f, more) { [say, tell] = [f, more]; },
+      fade(pen, x, y, width, height, part) {
+        pen.globalAlpha = part; pen.fillStyle = view.colors.surface; pen.fillRect(x, y, width, height); pen.globalAlpha = 1;
+      },
       ease: easing(() => later()),
       get big() { return view.fit(960) >= 960; },
       fit: n => Math.min(n, root.clientWidth ? root.clientWidth - 16 : n),
@@ -313,8 +320,11 @@ export function explorer(build) {
     };
     const built = () => {
       widgets = model.get("controls").map((control, number) => controller(view, number, control));
+      const rare = widgets.filter((_, number) => model.get("controls")[number].rare).map(w => w.node);
       if (view.walk) widgets.unshift(walker(view, view.walk));
-      controls.replaceChildren(...widgets.map(w => w.node));
+      controls.replaceChildren(...widgets.map(w => w.node).filter(node => !rare.includes(node)));
+      if (rare.length) controls.append(make("details", { className: "more" }, make("summary", {}, "more settings"),
+        make("div", { className: "controls" }, ...rare)));
     };
     const load = async () => {
       const source = model.get("table"), list = model.get("controls");
@@ -333,6 +343,8 @@ export function explorer(build) {
       for (const [key, value] of Object.entries(view.colors)) root.style.setProperty(`--${key}`, value);
       [...widgets, ...canvases].forEach(part => part.update());
       said.value = view.item >= 0 ? say() : "";
+      exact.textContent = tell && view.item >= 0 ? tell() : "";
+      numbers.hidden = !exact.textContent;
       root.dataset.index = model.get("index");  // drawn
     };
     const later = () => { frame ||= requestAnimationFrame(draw); };

@@ -41,14 +41,11 @@ export default explorer(view => {
     if (query() < 0 || !values.length) return;
     const [, count, rows, columns] = values.shape, first = (k * count + query()) * rows * columns;
     for (let i = 0; i < rows * columns; i++) {
-      pen.globalAlpha = 0.8 * (1 - Math.sqrt(values[first + i] / 255));
-      pen.fillStyle = "#000";
-      pen.fillRect(x + (i % columns) * width / columns, y + Math.floor(i / columns) * height / rows,
-        width / columns + 0.5, height / rows + 0.5);
+      view.fade(pen, x + (i % columns) * width / columns, y + Math.floor(i / columns) * height / rows,
+        width / columns + 0.5, height / rows + 0.5, 0.85 * (1 - Math.sqrt(values[first + i] / 255)));
     }
-    pen.globalAlpha = 1;
   }
-  const reading = () => (query() >= 0 ? `; bright: what query q${query()} reads` : "");
+  const reading = () => (query() >= 0 ? `; not faded: what query q${query()} reads` : "");
 
   view.column("MiniCPM-V");
   view.canvas({
@@ -128,7 +125,7 @@ export default explorer(view => {
   const strip = () => (BAR() - (narrow() ? 4 : 240)) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
   view.column("What each cut costs");
   view.canvas({
-    name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
+    name: () => `prompt lengths: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens} tokens`,
     caption: () => "The photo in both prompts, on one scale. 0: the overview. Orange: a newline token. Special: tokens that mark crops",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
@@ -169,7 +166,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each makes one token of every slice; choose one. Right: the model's answer`,
+    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each turns every slice into one token; choose one. Right: the model's answer`,
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
@@ -198,8 +195,10 @@ export default explorer(view => {
   }
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
-    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-      `and becomes one token of each\nThe small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
+    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, and becomes one token of each`;
+  }, () => {
+    if (view.item >= Q) return "";
+    return `The small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };
 });

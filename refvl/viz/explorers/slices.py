@@ -1,4 +1,4 @@
-"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size, and what the queries read of it."""
+"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size, and what the queries read from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ STEP, LONGEST = 8, 4096  # px: the sizes that are tried
 
 
 class SlicesExplorer(Explorer):
-    """A photo at every size at which one of the two families cuts it differently.
+    """The explorer of a photo at every size at which one of the two families starts to cut it differently.
 
-    Items are the queries of `model`, a MiniCPM-V whose slices are a whole number of times smaller than those of
-    `slices`. Its queries read the photo scaled down by that number and cut the same way. For `question`, the model cuts
+    Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by a whole factor.
+    Its queries read the photo, scaled down by that factor and cut the same way. For `question`, the model cuts
     at most as many slices as its own config allows. After the queries come MiniCPM-V's overview and slices, and
     Step3-VL's overview and crops.
     """
@@ -67,11 +67,11 @@ class SlicesExplorer(Explorer):
 
     @property
     def queries(self) -> int:
-        """The number of tokens of a slice of `model`; 0 without a model."""
+        """The number of tokens per slice of `model`; 0 without a model."""
         return self.model.encoder.config.query_num if self.model else 0
 
     def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
-        """Return how both cut a photo of `size` (width, height), and its tokens in both prompts."""
+        """Return both families' cuts of a photo of `size` (width, height), and its tokens in both prompts."""
         slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
         columns, rows = slices.grid or (0, 0)
         of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
@@ -90,9 +90,9 @@ class SlicesExplorer(Explorer):
         }  # fmt: skip
 
     def read(self, size: tuple[int, int]) -> dict:
-        """Return what each query takes from each patch of the overview and of the slices, and the model's answer.
+        """Return each query's attention to every patch of the overview and the slices, and the model's answer.
 
-        heat: (slices, queries, h, w) in 255 steps of the largest, the mean over heads.
+        heat: (slices, queries, h, w) the mean over heads in 255 steps of the largest value.
         """
         assert self.model is not None
         config = self.model.processor.image_config
@@ -126,15 +126,15 @@ class SlicesExplorer(Explorer):
         cropped = f"{crops[1]} x {crops[0]} crops" if crops[0] else "no crops"
         said = f"; a small MiniCPM-V answers {row['answer']!r}" if "answer" in row else ""
         return (
-            f"A photo of {width} x {height} px: MiniCPM-V cuts {sliced}, {row['slices']['tokens']} tokens; "
-            f"Step3-VL {cropped}, {row['crops']['tokens']} tokens{said}."
+            f"MiniCPM-V makes {sliced} ({row['slices']['tokens']} tokens) of a photo of {width} x {height} px, and "
+            f"Step3-VL makes {cropped} ({row['crops']['tokens']} tokens){said}."
         )
 
 
 def distinct_sizes(
     slices: SliceConfig, crops: CropConfig, shapes: Sequence[tuple[int, int]] = SHAPES
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Return sizes (width, height) per shape, each the smallest that both families cut into these pieces."""
+    """Return, for each shape, the sizes (width, height) at which one of the families starts to cut differently."""
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shape in shapes:
         cut, unit = None, STEP * max(shape)
@@ -148,7 +148,7 @@ def distinct_sizes(
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Return the middle of the image, as large as possible, in the shape of `size`."""
+    """Return the largest centred crop of the image with the aspect ratio of `size`."""
     width, height = size
     scale = min(image.width / width, image.height / height)
     w, h = round(scale * width), round(scale * height)
@@ -158,13 +158,13 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 @torch.inference_mode()
 def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """Return (Q, h, w) per slice, from all patch rows and the slices' (h, w): the mean over heads, sum 1 per query."""
+    """Return the queries' attention per slice, (Q, h, w): the mean over heads, which sums to 1 for each query."""
     metadata = encoder.plan([sizes])
     weights = attention_weights(encoder.resampler, encoder.vpm.encode(rows, metadata.vision), metadata.resampler)
     return [w.mean(0).view(-1, *size).float().numpy(force=True) for w, size in zip(weights, sizes, strict=True)]
 
 
 def quantised(heat: Sequence[np.ndarray]) -> np.ndarray:
-    """Return shares of one state in 255 steps of the largest."""
+    """Quantise the shares of one state to 255 steps of the largest."""
     stacked = np.stack(heat)
     return np.round(255 * stacked / stacked.max()).astype(np.uint8)

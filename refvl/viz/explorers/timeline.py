@@ -13,13 +13,13 @@ RATES = (1, 4, 10, 25, 30, 60)  # frames per second
 
 
 class TimelineExplorer(Explorer):
-    """Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`."""
+    """The explorer of timelines. Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`."""
 
     _esm = module("timeline")
     title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
     terms = "GLM reads a video as pairs of frames. Three of its releases choose the frames by different rules."
-    action = "Press play to make the video longer, and compare what the three releases keep."
+    action = 'Press "make it longer", and compare the frames that the three releases keep from the longer video.'
     takeaway = (
         "Each release keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
     )
@@ -31,7 +31,7 @@ class TimelineExplorer(Explorer):
         states = sorted((different | {(duration, round(fps * duration)): (fps, duration)}).values())
         controls = [
             Control("fps", "frames per second", rates),
-            Control("duration", "length, s", durations, kind="player"),
+            Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
         shared = {"rules": [RELEASES[name] for name in VARIANTS]}
         super().__init__(
@@ -40,7 +40,7 @@ class TimelineExplorer(Explorer):
         self.selected = VARIANTS.index(variant)
 
     def _row(self, fps: float, duration: float) -> dict:
-        """Return frames: the number of the video's frames; sampled: their indices, two per step, and timestamps."""
+        """Return the video's number of frames and, per rule, the sampled indices, two per step, and the timestamps."""
         frames = max(1, round(duration * fps))
         sampled = [sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration) for name in VARIANTS]
         return {
@@ -62,4 +62,4 @@ class TimelineExplorer(Explorer):
             f"{name} samples {len(set(sample['indices'].tolist()))} frames in {len(sample['timestamps'])} grid steps"
             for name, sample in zip(VARIANTS, row["sampled"], strict=True)
         )
-        return f"Of the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} per second, {each}."
+        return f"Of the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} frames per second, {each}."

@@ -1,4 +1,4 @@
-// A patch's pixels, the patches whose states are like its own after every block, and the token that it becomes part of.
+// A patch's pixels, the patches with similar states after every block, and the token that it becomes part of.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -12,7 +12,7 @@ export default explorer(view => {
   const place = patch => [shown().patches[2 * patch + 1], shown().patches[2 * patch]];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const near = (s, patch) => shown().near[s * count() + patch];
-  const said = patch => `the patch in row ${place(patch)[1] + 1}, column ${place(patch)[0] + 1}`;
+  const said = patch => `the patch in row ${place(patch)[1]}, column ${place(patch)[0]}`;
 
   const found = new WeakMap();  // per image, the patch at each cell of the grid
   function patch_at(column, row) {
@@ -30,8 +30,8 @@ export default explorer(view => {
     pen.strokeStyle = "#fff"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
     pen.strokeStyle = "#000"; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
-  function dim(pen, x, y, side, share) {  // what has the largest share stays as it is
-    pen.globalAlpha = 0.85 * (1 - share); pen.fillStyle = "#000"; pen.fillRect(x, y, side, side); pen.globalAlpha = 1;
+  function dim(pen, x, y, side, share) {  // the cell with the largest share is not faded
+    view.fade(pen, x, y, side, side, 0.88 * (1 - share));
   }
   function lines(pen, wide, every, thickness) {
     pen.beginPath(); pen.strokeStyle = "#ffffffb0"; pen.lineWidth = thickness;
@@ -39,7 +39,7 @@ export default explorer(view => {
     for (let y = every; y < grid()[0] * wide * unit() - 1; y += every) { pen.moveTo(0, y); pen.lineTo(grid()[1] * wide * unit(), y); }
     pen.stroke();
   }
-  // the image, as bright as each patch's state after stage s is like that of the chosen patch; windows apart
+  // the image, faded by how little each state after stage s resembles that of the chosen patch; windows apart
   function map(pen, s, left, top, wide, key) {
     const c = wide * unit(), alike = at_stage(shown().alike, s), segments = at_stage(shown().segments, s);
     pen.drawImage(shown().photo, left, top, wide * unit() * grid()[1], wide * unit() * grid()[0]);
@@ -47,13 +47,15 @@ export default explorer(view => {
       const [column, row] = place(i), share = view.item < 0 ? 1 : Math.sqrt(alike[view.item * count() + i] / 255);
       dim(pen, left + column * c, top + row * c, c + 0.5, view.ease(`${key} ${i}`, share));
     }
-    pen.beginPath(); pen.strokeStyle = "#fff"; pen.lineWidth = wide > 150 ? 4 : 2;
+    pen.beginPath();
     for (let i = 0; i < count(); i++) {
       const [column, row] = place(i), x = left + column * c, y = top + row * c, right = step(i, 1, 0), below = step(i, 0, 1);
       if (right >= 0 && segments[right] !== segments[i]) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
       if (below >= 0 && segments[below] !== segments[i]) { pen.moveTo(x, y + c); pen.lineTo(x + c, y + c); }
     }
-    pen.stroke();
+    for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {
+      pen.strokeStyle = color; pen.lineWidth = wide > 150 ? thickness : thickness - 1.5; pen.stroke();
+    }
     if (view.item >= 0) { const [column, row] = place(view.item); frame(pen, left + column * c, top + row * c, c); }
   }
 
@@ -85,13 +87,13 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `3. After ${view.option("stage")}: the brighter a patch, the more its state is like the chosen one's`,
+    name: () => `3. After ${view.option("stage")}: the less a patch is faded, the more similar its state is to the chosen one's`,
     size, at, step,
     draw(pen) { map(pen, stage(), 0, 0, W(), "large"); },
   });
 
   view.canvas({
-    name: () => `4. The tokens, of ${merge() ** 2} patches each: the brighter a token, the more the answer "${shown().word}" attends to it`,
+    name: () => `4. The tokens, of ${merge() ** 2} patches each: the less a token is faded, the more the answer "${shown().word}" attends to it`,
     size, at, step,
     draw(pen, width, height) {
       const c = W() * unit() * merge(), columns = grid()[1] / merge(), { looked } = shown(), most = Math.max(...looked);
@@ -101,7 +103,7 @@ export default explorer(view => {
       pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
       if (c >= 40) looked.forEach((share, t) => {
         const x = (t % columns + 0.5) * c, y = (Math.floor(t / columns) + 0.5) * c, text = `${Math.round(share / 655.35)} %`;
-        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y); pen.fillStyle = "#fff"; pen.fillText(text, x, y);
+        pen.strokeStyle = view.colors.surface; pen.lineWidth = 3; pen.strokeText(text, x, y); pen.fillStyle = view.colors.ink; pen.fillText(text, x, y);
       });
       if (view.item < 0) return;
       const t = token_of(view.item);
@@ -112,9 +114,10 @@ export default explorer(view => {
   const WIDE = () => Math.min(view.fit(996), 3 * W() + (upright() ? TILE + 72 : 48)), small = () => Math.min(120, (WIDE() - GAP * (stages() - 1)) / stages());
   const apart = () => (WIDE() - small()) / (stages() - 1);
   view.canvas({
-    name: () => "every block: the same maps, and how like the chosen patch the rest of its token is",
-    caption: () => "The third map after every block; drag across them. Lines: how similar the chosen patch is, on average, to the other three patches of its token (orange) and to all others (gray). 1: alike; 0: unrelated; below 0: opposed",
-    size: () => [WIDE(), TEXT + small() * size()[1] / W() + 120],
+    name: () => "every block: the same maps, and the similarity of the chosen patch to the rest of its token",
+    caption: () => "The third map after every block; drag across them. Lines: how similar the chosen patch is, on average, to the other three patches of its token (orange) and to all others (gray). " +
+      `1: alike; 0: unrelated; below 0: opposed. For ${shown().closer} of the ${count()} patches, the orange line gains on the gray one`,
+    size: () => [WIDE(), TEXT + small() * size()[1] / W() + (view.big ? 190 : 120)],
     drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.round((x - small() / 2) / apart())))),
     draw(pen, width, height) {
       const top = TEXT, bottom = height - 22, roof = top + small() * size()[1] / W() + 30;
@@ -130,15 +133,19 @@ export default explorer(view => {
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
       pen.strokeRect(view.ease("frame", x(stage())) - small() / 2, top, small(), small() * size()[1] / W());
       if (view.item < 0) return;
+      const ways = LINES.map(([which]) => Array.from({ length: stages() }, (_, s) => [x(s), view.ease(`${which} ${s}`, y(of(which, s)))]));
+      pen.fillStyle = view.colors.empty; pen.beginPath();  // what lies between the lines grows
+      [...ways[0], ...ways[1].toReversed()].forEach(([px, py]) => pen.lineTo(px, py)); pen.fill();
       for (const [which, color] of LINES) {
         pen.strokeStyle = view.colors[color]; pen.lineWidth = 3; pen.beginPath();
-        for (let s = 0; s < stages(); s++) pen.lineTo(x(s), view.ease(`${which} ${s}`, y(of(which, s))));
+        ways[LINES.findIndex(([name]) => name === which)].forEach(([px, py]) => pen.lineTo(px, py));
         pen.stroke();
       }
       pen.textAlign = "left"; pen.font = "bold 12px sans-serif"; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
       if (apart() > 180) [["near", "highlight_text", "the rest of its token"], ["far", "muted", "all other patches"]].forEach(([which, color, words]) => {
-        const high = (y(of(which, 0)) + y(of(which, 1))) / 2 + (which === "near" ? -10 : 10);
-        pen.fillStyle = view.colors[color]; pen.strokeText(words, x(0) + 30, high); pen.fillText(words, x(0) + 30, high);
+        const last = stages() - 1, above = of("near", last) > of("far", last) === (which === "near");
+        const high = (y(of(which, last - 1)) + y(of(which, last))) / 2 + (above ? -14 : 14), from = x(last - 1) + 24;
+        pen.fillStyle = view.colors[color]; pen.strokeText(words, from, high); pen.fillText(words, from, high);
       });
       pen.font = "12px sans-serif"; pen.textAlign = "center"; pen.fillStyle = view.colors.ink;
       for (let s = 0; s < stages(); s++) for (const [which] of LINES) {
@@ -150,11 +157,10 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => {
+  view.readout(() => `${said(view.item)}: after ${view.option("stage")}, its similarity to the rest of its token is ${near(stage(), view.item).toFixed(2)}`, () => {
     const t = token_of(view.item), s = stage();
     const inside = at_stage(shown().segments, s), own = inside.filter(n => n === inside[view.item]).length;
     return `${said(view.item)}: ${s ? `${view.option("stage")} lets it attend to ${own} of ${count()} patches` : "no block has run yet, so it depends on its own pixels only"}. ` +
-      `Its similarity to the rest of its token is ${near(s, view.item).toFixed(2)}.\n` +
       `With ${merge() ** 2 - 1} other patches it becomes token ${shown().offset + t} of the prompt, which gets ` +
       `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when the model says "${shown().word}".`;
   });

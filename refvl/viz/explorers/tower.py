@@ -20,10 +20,10 @@ COMMON = 0.98  # share of values within the colour range; others are clipped
 
 
 class TowerExplorer(WatchedExplorer):
-    """How alike the states of an image's patches are, after each block, and the token that a patch becomes part of.
+    """The explorer of the states of patches: how similar they are after each block, and the token they become.
 
-    Two states are as alike as the cosine between them, after the mean state of the image is subtracted. Items are
-    patches, numbered as the rows of the tower's input.
+    The similarity of two states is their cosine, after the mean state of the image is subtracted. Items are patches,
+    numbered like the rows of the tower's input.
     """
 
     _esm = module("tower")
@@ -33,10 +33,10 @@ class TowerExplorer(WatchedExplorer):
         "The tower is the image encoder. Its blocks update a vector for every patch, the patch's state, and finally "
         "merge four patches into a token."
     )
-    action = "Choose a patch of the red circle, drag across the blocks, and follow the orange line."
+    action = "Drag across the blocks: the orange line rises above the gray one. Then choose another patch."
     takeaway = (
-        "A patch starts as pixel values, grows more similar to its neighbours of the same token, and ends as a quarter "
-        "of that token."
+        "A patch starts as pixels and ends as a quarter of its token; block by block, it comes closer to the token's "
+        "other patches."
     )
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -55,6 +55,12 @@ class TowerExplorer(WatchedExplorer):
             "start": (next(iter(questions)), stages[len(stages) // 2]),
         }
 
+    @property
+    def first_patch(self) -> int:
+        """The patch with the largest gain (see `gained`) in the token with the most attention."""
+        first, merged, shown = self.first.looked_at_most, self.first.merge**2, self.shared["pictures"][0]
+        return first + int(gained(shown["near"], shown["far"])[first : first + merged].argmax())
+
     def _shown(self, w: Watched) -> dict[str, Any]:
         """Return the data that all states of one image share."""
         trace, config = w.trace, self.model.processor.image_config
@@ -62,15 +68,16 @@ class TowerExplorer(WatchedExplorer):
         size = config.patch_size
         tiles = frame.reshape(w.grid[0], size, w.grid[1], size, 3).transpose(0, 2, 1, 3, 4)
         alike = torch.stack([likeness(state) for state in trace.tower_hidden_states])
+        near, far = mean_of_the_others(alike, w.merge**2), mean_of_the_rest(alike, w.merge**2)
         looked = media_attention(trace).mean(1)[-1]  # (M,) of the first new token in the last layer, all heads
         return {
             "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "answer": trace.text,
             "word": w.answer[0], "alike": in_steps(alike.clamp(min=0)),  # (stages, N, N)
-            "near": mean_of_the_others(alike, w.merge**2), "far": mean_of_the_rest(alike, w.merge**2),
+            "near": near, "far": far,
             "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(alike) - 1))]).int(),
             "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
             "values": config.patch_values, "offset": trace.spans[0].offset,
-            "looked": in_steps(looked, FINE),
+            "looked": in_steps(looked, FINE), "closer": int((gained(near, far) > 0).sum()),
         }  # fmt: skip
 
     def row(self, index: int) -> dict[str, Any]:
@@ -89,7 +96,8 @@ class TowerExplorer(WatchedExplorer):
         plot_states(np.asarray(w.picture), title=w.prompt, ax=left)
         alike, segments = w.on_grid(torch.from_numpy(row["alike"][patch])), w.on_grid(row["segments"])
         gray = alike.to(torch.uint8)[..., None].expand(-1, -1, 3).numpy()
-        plot_states(gray, segments_HW=segments, patch=place, title=f"alike after {self.options['stage']}", ax=middle)
+        title = f"similarity after {self.options['stage']}"
+        plot_states(gray, segments_HW=segments, patch=place, title=title, ax=middle)
         names = self.controls[1]["options"]
         near = self.shared["pictures"][row["picture"]]["near"]
         far = self.shared["pictures"][row["picture"]]["far"]
@@ -103,25 +111,24 @@ class TowerExplorer(WatchedExplorer):
     def describe(self) -> str:
         w, row, patch = self.watched[self.options["picture"]], self.row(self.index), max(self.selected, 0)
         return (
-            f'The {len(row["near"])} patches of the image asked "{w.prompt}" (answer: {w.trace.text}), after '
-            f"{self.options['stage']}: the cosine between patch {patch} and the rest of its token is "
-            f"{float(row['near'][patch]):.2f}."
+            f'Asked "{w.prompt}", the model answers "{w.trace.text}". After {self.options["stage"]}, the mean cosine '
+            f"between patch {patch} of {len(row['near'])} and the rest of its token is {float(row['near'][patch]):.2f}."
         )
 
 
 def _name(block: int, segments: Tensor) -> str:
-    return f"block {block} ({'windows' if segments.any() else 'whole image'})"
+    return f"block {block} ({'windows' if segments.any() else 'full attention'})"
 
 
 def likeness(state_NE: Tensor) -> Tensor:
-    """(N, N) cosines between the states of patches, whose mean is subtracted first."""
+    """Return the (N, N) cosines between the patches' states after their mean is subtracted."""
     own_NE = state_NE.double() - state_NE.double().mean(0)
     own_NE = own_NE / own_NE.norm(dim=1, keepdim=True)
     return own_NE @ own_NE.T
 
 
 def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
-    """(stages, N): how alike a patch and the others of its merge block are, on average."""
+    """Return each patch's mean similarity to the rest of its merge block, (stages, N)."""
     stages, count, _ = alike.shape
     blocks = alike.view(stages, count // block, block, count // block, block)
     own = torch.stack([blocks[:, i, :, i] for i in range(count // block)], 1)  # (stages, M, block, block)
@@ -129,10 +136,15 @@ def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
 
 
 def mean_of_the_rest(alike: Tensor, block: int) -> Tensor:
-    """(stages, N): how alike a patch and those of all other merge blocks are, on average."""
+    """Return each patch's mean similarity to the patches of all other merge blocks, (stages, N)."""
     _, count, _ = alike.shape
     own = mean_of_the_others(alike, block) * (block - 1) + 1  # (stages, N), the sum over its merge block
     return ((alike.sum(-1) - own) / (count - block)).float()
+
+
+def gained(near: Tensor, far: Tensor) -> Tensor:
+    """Return how much more the tower raises a patch's similarity to its merge block than to all others, (N,)."""
+    return (near[-1] - far[-1]) - (near[0] - far[0])
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:

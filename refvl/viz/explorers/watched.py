@@ -1,4 +1,4 @@
-"""A question about an image, as stored by the explorers of the running model."""
+"""Questions about images, with the answers and traces that explorers of a running model store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from refvl.study.report import Trace
 from refvl.study.watch import SegmentAttention, media_attention, probabilities
 from refvl.viz.explorers.base import Explorer
 
-COARSE, FINE = 255, 65_535  # steps of a share that is drawn, and of one that is written in per cent
+COARSE, FINE = 255, 65_535  # steps of shares that are drawn, and of shares that are written as percentages
 MAX_PATCHES = 400  # per image, because every patch's attention to every other one is stored
 
 
@@ -37,7 +37,7 @@ class Watched:
         return merge_block_coordinates([(1, *self.grid)], spatial_merge_size=self.merge)
 
     def segments(self, block: int) -> Tensor:
-        """Return the number of each patch's segment in a block, (N,): its window, or 0 everywhere."""
+        """Return the number of each patch's segment in a block, (N,): its window, or 0 with full attention."""
         numbers = torch.empty(len(self.patches), dtype=torch.int64)
         for number, (rows, _) in enumerate(self.trace.tower_attentions[block]):
             numbers[rows.cpu()] = number
@@ -45,7 +45,7 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The first patch of the token with the most attention from the first new token, in the last layer."""
+        """The first patch of the token that the first new token attends to most in the last layer."""
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
     def on_grid(self, values_N: Tensor) -> Tensor:
@@ -56,17 +56,17 @@ class Watched:
 
 
 class WatchedExplorer(Explorer):
-    """The base of explorers of answers about images. Abstract: `_table` chooses what is shown."""
+    """The abstract base of explorers of answers about images; a subclass defines `_table`."""
 
     def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
         self.model = model
         super().__init__(**self._table(questions))
-        self.selected = self.first.looked_at_most
+        self.selected = self.first_patch
 
     def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
-        """Ask the model again, name -> (prompt, image), and show the result instead."""
+        """Ask the model new questions, name -> (prompt, image), and show the answers instead."""
         self.fill(**self._table(questions))
-        self.selected = self.first.looked_at_most
+        self.selected = self.first_patch
 
     def watch(self, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
         """Ask every question, and store the answers in `watched` by name."""
@@ -78,13 +78,18 @@ class WatchedExplorer(Explorer):
     def first(self) -> Watched:
         return next(iter(self.watched.values()))
 
+    @property
+    def first_patch(self) -> int:
+        """The initially selected patch."""
+        return self.first.looked_at_most
+
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         """Return the arguments of `Explorer.fill`."""
         raise NotImplementedError
 
 
 def watch_all(model, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
-    """Ask every question; ValueError for a family without grids, several images, or too many patches."""
+    """Ask every question; raise ValueError for a family without grids, several images, or too many patches."""
     if not questions:
         raise ValueError("questions: expected at least one, got none")
     return [_watch(model, name, *question) for name, question in questions.items()]
@@ -98,7 +103,7 @@ def _watch(model, name: str, prompt: str, image) -> Watched:
     grid = model.processor.layout_of(picture)[1:]
     if grid[0] * grid[1] > MAX_PATCHES:
         count = grid[0] * grid[1]
-        raise ValueError(f"questions[{name!r}]: its image has {count} patches, at most {MAX_PATCHES} are drawn")
+        raise ValueError(f"questions[{name!r}]: expected an image of at most {MAX_PATCHES} patches, got {count}")
     trace = model.trace(prompt, images=[picture], attentions=True, hidden_states=True)
     chances = probabilities(model.language_model, trace)
     answer = [word_of(model, token) for token in trace.token_ids]

@@ -35,7 +35,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: shown,
-    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Bright: the patches that the chosen patch may attend to. Orange: the patch, framed with the three that merge with it"
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not faded: the patches that the chosen patch may attend to. Orange: the patch, framed with the three that merge with it"
       : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
@@ -49,12 +49,11 @@ export default explorer(view => {
       for (let k = 0; windowed && k < windows(); k++) {
         const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
         const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
-        pen.globalAlpha = token() < 0 || k === window(token()) ? 0 : 0.6;
-        pen.fillStyle = "#000";
-        pen.fillRect(x, y, right - x + m * c, bottom - y + m * c);
-        pen.globalAlpha = 1;
-        pen.strokeStyle = "#fff"; pen.lineWidth = 2.5;
-        pen.strokeRect(x, y, right - x + m * c, bottom - y + m * c);
+        const box = [x, y, right - x + m * c, bottom - y + m * c];
+        if (token() >= 0 && k !== window(token())) view.fade(pen, ...box, 0.65);
+        for (const [color, thickness] of [["#000", 4], ["#fff", 2.5]]) {
+          pen.strokeStyle = color; pen.lineWidth = thickness; pen.strokeRect(...box);
+        }
         middle.push([(x + right + m * c) / 2, (y + bottom + m * c) / 2]);
       }
       const lines = (step, thickness) => {
@@ -75,16 +74,20 @@ export default explorer(view => {
 
   view.readout(() => {
     const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
-    return `Patch (${row}, ${column}) is row ${view.item} of the input and belongs to merged token ${t}.\n` + (windowed
-      ? `In window order, this token is number ${place(t)}, in window ${window(t) + 1} of ${windows()}.`
-      : `This token is one of ${tokens()}.`);
+    return `The patch in row ${row}, column ${column} ` + (windowed
+      ? `may attend to the ${view.row.cu_window_seqlens[window(t) + 1] - view.row.cu_window_seqlens[window(t)]} patches of window ${window(t) + 1}.`
+      : `becomes part of token ${t}.`);
+  }, () => {
+    const t = token();
+    return `It is row ${view.item} of the input and belongs to merged token ${t} of ${tokens()}` +
+      (windowed ? `, which is number ${place(t)} in window order. Windows are counted from 1, all else from 0.` : ". All are counted from 0.");
   });
   const parts = { count: () => view.row.patches.length / 2 };
   if (!windowed) return parts;
 
   view.canvas({
     name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
-    caption: () => "A new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
+    caption: () => "The new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
@@ -126,8 +129,8 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "who sees whom, in window order",
-    caption: () => "Which token attends to which, in window order: only to those of its own square",
+    name: () => "which token attends to which, in window order",
+    caption: () => "Which token attends to which, in window order: only to those of its own square. The squares begin at the numbers in cu_seqlens",
     size: () => [side(), side()],
     at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),
     draw(pen, width, height) {

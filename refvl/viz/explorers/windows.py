@@ -1,4 +1,4 @@
-"""Patches and windows: the rows of an image, the windows they attend in, the permutation, and their angles."""
+"""Patches and windows: the patches of an image, their windows, the permutation, and their rotary angles."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,14 +13,14 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
-WHOLE = 2**20  # px: one window, whatever the image
+WHOLE = 2**20  # px; large enough to hold any image in one window
 RESIZING = (
     "Patches and tokens", "How many tokens does an image cost?",
     "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
     "Give the image more tokens. Then choose a patch.",
-    "The budget decides the size of the image, and its size decides the number of tokens.",
+    "The budget determines the size of the image, and the size determines the number of tokens.",
 )  # fmt: skip
-HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
+HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, and columns rotate 20
 
 
 class WindowsExplorer(Explorer):
@@ -38,7 +38,8 @@ class WindowsExplorer(Explorer):
     )
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (
-        "A window is an order and a cut: its tokens are put next to each other, and each attends only to that window."
+        "A window is a square of the image: tokens are sorted so that each window is contiguous, and cu_seqlens marks "
+        "where attention stops."
     )
 
     def __init__(
@@ -86,10 +87,10 @@ class WindowsExplorer(Explorer):
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
         (h, w), windows = row["grid"], len(row["cu_window_seqlens"]) - 1
-        cut = f"An image cut into {h} x {w} patches and {len(row['window_index'])} merged tokens"
+        cut = f"The image becomes {h} x {w} patches and {len(row['window_index'])} merged tokens"
         if not self.windowed:
             return f"{cut}, within a budget of {options['budget']} tokens."
-        return f"{cut}, which attend in {windows} window{'s' * (windows > 1)} of at most {options['window']} px."
+        return f"{cut}; attention runs in {windows} window{'s' * (windows > 1)} of at most {options['window']} px."
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
@@ -114,14 +115,14 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
 
 
 def _inside(row: dict, share: float) -> int:
-    """The patch that lies `share` of the way to the right and down."""
+    """Return the patch at `share` of the width and height."""
     rows, columns = row["grid"]
     distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
     return int(distances.argmin())
 
 
 def _middle(states) -> tuple:
-    """Return the first image, about a quarter of the largest budget, windows as in the released models."""
+    """Return the initial state: the first image, a quarter of the largest budget, and the released window size."""
     first, largest = next(iter(states))[0], max(budget for _, budget, *_ in states)
 
     def distance(state: tuple) -> list[int]:

@@ -38,7 +38,7 @@ IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.M)
 
 
 def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping[str, str] | None = None) -> str:
-    """The live page of a checkpoint as HTML, one file that loads nothing.
+    """Return the live page of a checkpoint as one HTML file that loads nothing.
 
     checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of the other
     checkpoints' pages. Raises ValueError for other checkpoints, FileNotFoundError without a clone of the repository.
@@ -60,7 +60,7 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
 
 
 def check_checkpoint(checkpoint: str) -> str:
-    """Return the name of a checkpoint that has a page; raise ValueError for others, and without a clone as `page`."""
+    """Return the name of a checkpoint that has a page; raise the errors of `page` otherwise."""
     if checkpoint not in LIVE:
         raise ValueError(f"checkpoint: expected one of {', '.join(LIVE)}, got {checkpoint!r}")
     check_clone("viz.live")
@@ -68,7 +68,7 @@ def check_checkpoint(checkpoint: str) -> str:
 
 
 def source(name: str) -> str:
-    """The module `name`.js as one script: each module it imports, directly or not, stands once and before its use."""
+    """Return `name`.js as one script, with every module that it imports, directly or not, before its first use."""
     written = dict[str, str]()
 
     def write(module: str) -> None:
@@ -83,14 +83,14 @@ def source(name: str) -> str:
 
 
 def style() -> str:
-    """The palette of figures and explorers as variables, then the sheet."""
+    """Return the palette of figures and explorers as variables, followed by the style sheet."""
     light, dark = (";".join(f"--{axis}:{colors[axis]}" for axis in "thw") for colors in THEMES.values())
     sheet = (FOLDER / "style.css").read_text(encoding="utf-8")
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
 
 
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
-    """All tensors as bytes, and {name: [offset, is int8, rows, values of a row]}.
+    """Return all tensors as bytes, and a table {name: [offset, is int8, rows, values per row]}.
 
     Matrices become int8 with a float32 scale per row (float32 as they are, unless `quantized`), vectors float32.
     """
@@ -110,20 +110,20 @@ def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, li
 
 
 def as_int8(rows: np.ndarray) -> bytes:
-    """A float32 scale per row, then the rows divided by it and rounded to -127 .. 127."""
+    """Return one float32 scale per row, followed by the rows, divided by their scales and rounded to -127 .. 127."""
     scale = np.abs(rows).max(1) / 127
     scale[scale == 0] = 1
     return scale.astype("<f4").tobytes() + np.round(rows / scale[:, None]).astype("i1").tobytes()
 
 
 def count_numbers(meta: Mapping[str, list[int]]) -> int:
-    """How many numbers a model has."""
+    """Return the number of parameters of a model."""
     return sum(rows * values for _, _, rows, values in meta.values())
 
 
 @cache
 def settings(folder: Path) -> dict[str, Any]:
-    """What `model.js`, `tokenizer.js` and the page read besides weights, from the checkpoint's own files."""
+    """Return the settings of `model.js`, `tokenizer.js` and the page, read from the checkpoint's own files."""
     config = read_config(folder)
     processor = load_processor(folder, config)
     vision, text = config.vision_config.to_dict(), config.text_config.to_dict()
@@ -135,7 +135,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "mean": image.image_mean, "std": image.image_std, "timeStep": 0,
     }  # fmt: skip
     kinds = {"picture": prompt(processor, "image", Image.new("RGB", (SIDE, SIDE)))}
-    if "tokens_per_second" in vision:  # else each frame stands after its seconds, which the page does not write
+    if "tokens_per_second" in vision:  # otherwise each frame follows its timestamp, which the page does not write
         video = processor.video_config
         pixels["timeStep"] = vision["tokens_per_second"] * video.temporal_patch_size / video.fps
         kinds["clip"] = prompt(processor, "video", DATA / "clips" / "scene.mp4")
@@ -156,7 +156,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
-    """The ids before the placeholders, the placeholder, and the ids after them before and after the question's."""
+    """Return the prompt's ids around the placeholders and around the question, with the placeholder and its count."""
     messages = processor.messages("?", [medium] * (kind == "image"), [medium] * (kind == "video"))
     [patches] = processor.patchify(processor.decode(messages))
     ids = processor.tokenize(messages, [patches.media_tokens])
@@ -173,7 +173,7 @@ def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
-    """The text of every id, special tokens at the end, and BPE's merges."""
+    """Return the text of every id, with special tokens last, and the merges of the BPE tokenizer."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     merges = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
     special = tokenizer.get_vocab_size(with_added_tokens=False)
@@ -182,7 +182,7 @@ def vocabulary(folder: Path) -> dict[str, Any]:
 
 
 def photo(name: str) -> str:
-    """The middle square of a shipped photograph, as a `data:` address."""
+    """Return the central square of a shipped photograph as a `data:` URL."""
     picture = load_image(DATA / "pictures" / f"{name}.jpg").convert("RGB")
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
@@ -193,5 +193,5 @@ def photo(name: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """JSON in which no "<" is left that could end a script."""
+    """Return JSON without any "<", which could end a script."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
