@@ -138,8 +138,8 @@ def fit_clip(
 ) -> tuple[int, int]:
     """Do the work of `smart_resize_video`, for checked sizes and at least temporal_factor frames.
 
-    The areas differ from those in `fit_budget`. The budget is compared with the area of all frames, rounded up to whole
-    grid steps. The scale is computed from the area of `num_frames` frames.
+    The areas differ from those in `fit_budget`. The budget is compared with the area of all frames, their number
+    rounded to whole grid steps. The scale is computed from the area of `num_frames` frames.
     """
     old_height, old_width = height, width
     if min(height, width) < factor:

@@ -91,7 +91,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
         if span.offset < end or span.offset + span.num_tokens > num_tokens:
             raise ValueError(
                 f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}; "
-                f"allowed are {end} to {int(num_tokens) - 1} (no overlap, inside the prompt)"
+                f"expected tokens from {end} on, below {int(num_tokens)} (no overlap, inside the prompt)"
             )
         end = span.offset + span.num_tokens
     positions_3L = mrope_positions(int(num_tokens), spans)

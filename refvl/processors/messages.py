@@ -107,7 +107,7 @@ def _check_part(part, name: str) -> None:
         raise ValueError(f"{name}: expected type 'text', 'image' or 'video', got {kind!r}")
     sources = KEYS[kind] - set(SAMPLING)
     if len(given := part.keys() & sources) != 1:
-        raise ValueError(f"{name}: {kind} parts have one of the keys {sorted(sources)}, got {sorted(given) or 'none'}")
+        raise ValueError(f"{name}: expected one of the keys {sorted(sources)} in {kind}, got {sorted(given) or 'none'}")
     if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
         raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, but also got {unknown}")
     if kind == "text":

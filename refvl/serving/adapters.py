@@ -270,7 +270,9 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
     no_numbers = [f"{key} has {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
     if no_numbers := no_numbers or [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got others in {_some(no_numbers)}")
+        raise ValueError(
+            f"adapter: {folder / WEIGHTS}: expected finite floats, got other dtypes, nan or inf in {_some(no_numbers)}"
+        )
     of_layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         layer, *which = OF_LORA.split(key)

@@ -312,7 +312,7 @@ def _inputs_apart(ours: Stages, theirs: Stages) -> float:
 
 
 def _same_tokens(ours: Stages, theirs: Stages) -> int:
-    """Count the equal new tokens before the first different one."""
+    """Count the matching new tokens before the first mismatch."""
     x, y = (run.tensors.get(NEW_TOKENS) for run in (ours, theirs))
     if x is None or y is None:
         return 0

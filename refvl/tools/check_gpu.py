@@ -4,7 +4,7 @@
     checks        run one by one (`refvl.tools.gpu_checks`) until the time is up; an error ends only its own check
     result        a JSON file, rewritten after every row, and a zip of it, a table and logs, to attach to an issue
 
-If the process dies, the JSON contains the running check and all results so far, and the run does not count as passed.
+If the process dies, the JSON names the check that was running and contains all results so far; the run does not pass.
 """
 
 import importlib

@@ -64,7 +64,7 @@ Adapter = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in CUDA graphs before answering")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in CUDA graphs at the start")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
@@ -249,7 +249,7 @@ def trace(
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     with_: Annotated[Other | None, typer.Option("--with", help="also run transformers' model, and compare")] = None,
-    save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
+    save: Annotated[str | None, typer.Option(help="save tensors of all stages to a new or empty folder")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
@@ -385,7 +385,7 @@ def info(
 def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
-    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; media in it are not encoded again")],
+    out: Annotated[str, typer.Option(help="for shards and manifest.json; media already encoded there are skipped")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
     force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,

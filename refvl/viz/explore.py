@@ -105,8 +105,8 @@ def explore_positions(
 
     It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: {name:
     processor} of models with M-RoPE; image, clip: inputs of `load_image` and `load_video`. Their defaults are files of
-    the repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
-    FileNotFoundError without processors if the shipped data is not installed.
+    the repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Without
+    `processors`, raises FileNotFoundError if the shipped data is not installed.
     """
     from refvl.viz.explorers.positions import PositionsExplorer
 

@@ -97,7 +97,7 @@ def _describe_panel(ax: Axes) -> str:
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return the figure as PNG of few colours, even if JPEG would be lighter."""
+    """Return the figure as a PNG with a small palette, even if a JPEG would be smaller."""
     return _png(_rendered(figure, figure.dpi))
 
 

@@ -65,9 +65,10 @@ def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes
 
 
 def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
-    """Draw a roofline. measured: `peaks` of a machine, and `towers` with `operations` and `bytes`, timed per dtype.
+    """Draw a roofline.
 
-    In float32, the faster kernel of linear layers is shown.
+    measured: the `peaks` of a machine and its `towers`; each tower has `operations`, `bytes` and a time per dtype. In
+    float32, the faster kernel of linear layers is shown.
     """
     ax, peaks = axes_or_new(ax, figsize=(8, 4.5)), measured["peaks"]
     intensity = np.geomspace(1, 1e3, 200)

@@ -363,7 +363,7 @@ BAD = {  # what is done to a saved adapter: what the error says
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
     "nan": (
         {"change": lambda s: first_key(s, lambda x: x * float("nan"))},
-        "expected finite floats, got others in ",
+        "expected finite floats, got other dtypes, nan or inf in ",
     ),
     **{
         f"{dtype}": (

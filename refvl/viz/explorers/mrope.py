@@ -59,7 +59,7 @@ class MropeExplorer(Explorer):
         self.selected = 5  # the second pair of w
 
     def row(self, index: int) -> dict:
-        """Return axis, cos and sin (pairs,) of the key's pairs, the part of each axis in the score, and the score."""
+        """Return axis, cos and sin (pairs,) of the key's pairs, each axis's share of the score, and the score."""
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)
         planes = torch.arange(len(self.axes[name]))

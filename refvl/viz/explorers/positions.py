@@ -119,7 +119,7 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """Return our row and one row for each convention that differs from ours; of equal conventions, only the first.
+        """Return our row and one row for each convention that differs from ours; if several agree, only the first.
 
         All conventions are about videos without text between the frames. If text separates frames, vLLM continues after
         the largest position, as we do.

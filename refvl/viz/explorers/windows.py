@@ -94,7 +94,7 @@ class WindowsExplorer(Explorer):
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
-    """Return each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
+    """Return the image's distinct grids (1, h, w), keyed by the smallest budget (merged tokens) that produces each."""
     budgets: dict[Grid, int] = {}
     for budget in range(4, max_tokens + 1):
         budgets.setdefault(plan_grid(image.height, image.width, with_token_budget(config, budget)), budget)
