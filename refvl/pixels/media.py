@@ -88,9 +88,7 @@ def sample_frame_indices(
         raise ValueError(f"total_num_frames: must be at most {MAX_FRAMES:,}, got {total:,}")
     if num_frames is not None:
         if fps is not None:
-            raise ValueError(
-                f"fps, num_frames: expected at most one of them, got fps={fps} and num_frames={num_frames}"
-            )
+            raise ValueError(f"fps, num_frames: expected at most one, got fps={fps} and num_frames={num_frames}")
         if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
             raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {num_frames}")
         wanted = round(num_frames / step) * step

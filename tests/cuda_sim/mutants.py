@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         "rotary factors are kept from the warm-up",
         QWEN,
-        "        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks\n",  # noqa: E501
+        "        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks\n",  # noqa: E501
         '        kept = self.__dict__.setdefault("kept", {})\n        key = len(metadata.positions)\n        if key not in kept:\n            kept[key] = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))\n        rotary = kept[key]\n',  # noqa: E501
         SOUND,
     ),

@@ -249,7 +249,7 @@ def test_very_short_clips(total, wanted):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: expected at most one of them"),
+        ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: expected at most one"),
         ({"num_frames": 11}, ValueError, "num_frames: expected at most 10, the frames of the video, got 11"),
         ({"num_frames": 0}, ValueError, "num_frames: must be at least 1"),
         ({"num_frames": 2.5}, TypeError, "num_frames: expected an integer"),
