@@ -241,8 +241,14 @@ def test_a_failure_while_streaming_reaches_the_reader(vlm, monkeypatch):
 
 IDS = torch.tensor([[5, 6, 7]])
 BAD_PROMPTS = {
-    "above the vocabulary": ({"input_ids": torch.tensor([[5, 6], [5, 1088]])}, "input_ids[1]: expected token ids from 0 to 1087, got 1088"),
-    "far above": ({"input_ids": torch.tensor([[2**40, 6]])}, "input_ids[0]: expected token ids from 0 to 1087, got 1099511627776"),
+    "above the vocabulary": (
+        {"input_ids": torch.tensor([[5, 6], [5, 1088]])},
+        "input_ids[1]: expected token ids from 0 to 1087, got 1088",
+    ),
+    "far above": (
+        {"input_ids": torch.tensor([[2**40, 6]])},
+        "input_ids[0]: expected token ids from 0 to 1087, got 1099511627776",
+    ),
     "negative": ({"input_ids": torch.tensor([[5, -1, 6]])}, "expected token ids from 0 to 1087, got -1"),
     "no token": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
     "no prompt": ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
