@@ -368,7 +368,7 @@ BAD = {  # what is done to a saved adapter: what the error says
     **{
         f"{dtype}": (
             {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"others in .* has {dtype}",
+            f"nan or inf in .* has {dtype}",
         )
         for dtype in (torch.int32, torch.bool, torch.complex64)
     },

@@ -37,7 +37,7 @@ def test_expand_refuses_other_media_than_the_prompt_names(media):
     [
         ([100, 100, 100, 1], r"3 image placeholders, but 1 image\(s\) need 4"),
         ([100] * 5, "5 image placeholders"),
-        ([100, 100, 1, 100, 100], "not consecutive"),
+        ([100, 100, 1, 100, 100], "got a gap"),
         ([100] * 4 + [200], r"1 video placeholders, but 0 video\(s\) need 0"),
     ],
 )
