@@ -202,80 +202,88 @@ def positions(explorer, state: tuple) -> dict:
 
 
 def rules(explorer, state: tuple) -> dict:
-    """The four rules read piece by piece: `follows` is where the next text or piece stands on all axes."""
+    """The four rules read piece by piece."""
     cut, frames, pruned = state
     plan = plan_slices(768, 512, SliceConfig(scale_resolution=168, patch_size=14, multiple=4, max_slice_nums=cut))
-    columns, rows = plan.grid or (0, 0)
+    grid = columns, _ = plan.grid or (0, 0)
     sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
-    boxes = {n: [(r, c) for r in range(n[0]) for c in range(n[1])] for n in {*sizes, (2, 3)}}
     image = sum(h * w for h, w in sizes)
     half = explorer.kept(frames, 0.5).tolist()
     assert sum(half) == 3 * frames and all(half[:6])  # the first frame is never pruned
     kept = [True] * image + (half if pruned == "half" else [True] * (6 * frames))
 
-    def laid(follows: int, size: tuple, step: int = 0) -> list:
-        return [(follows + step, follows + r, follows + c) for r, c in boxes[size]]
-
+    laid = [
+        _by_items(sizes, columns, [frames]), _by_items(sizes, columns, [1] * frames, before=4),
+        _on_canvas(sizes, grid, frames), _like_plain_text(sizes, columns, frames, kept),
+    ]  # fmt: skip
     found = []
-    for rule in ("Qwen2.5-VL", "Qwen3-VL", "MiniCPM-V 4.7", "like plain text"):
-        media, text = [], []
+    for media, text, end in laid:
+        positions = np.array([p if k else (-1,) * 3 for p, k in zip(media, kept, strict=True)]).T
+        found.append({"positions": positions, "text": np.array(text).T, "end": end})
+    return {"sizes": sizes, "grid": grid, "frame": (2, 3), "kept": np.array(kept), "rules": found}
 
-        def words(follows: int, count: int, text=text) -> int:
-            text += [(follows + i,) * 3 for i in range(count)]
-            return follows + count
 
-        follows = words(0, 3)
-        if rule == "MiniCPM-V 4.7":
-            for pieces, grid in ((sizes, (columns, rows)), *[([(2, 3)], (0, 0))] * frames):
-                (h, w), slices, at = pieces[0], pieces[1:], follows
-                high, wide = (rows * slices[0][0], columns * slices[0][1]) if slices else (h, w)
-                down = [round(i * (high - 1) / max(h - 1, 1)) for i in range(h)]
-                right = [round(i * (wide - 1) / max(w - 1, 1)) for i in range(w)]
-                text.append((at, at - 1, at - 1))
-                media += [(at, at + r, at + c) for r in down for c in right]
-                text.append((at, at + high, at + wide))
-                for k, size in enumerate(slices):
-                    y, x = at + k // grid[0] * size[0], at + k % grid[0] * size[1]
-                    if k and k % grid[0] == 0:
-                        text.append((at, y - 1, at + wide))
-                    text.append((at, y, x))
-                    media += [(at, y + r, x + c) for r, c in boxes[size]]
-                    text.append((at, y + size[0] - 1, x + size[1] - 1))
-                follows += max(high, wide) + 1
-                follows = words(follows, 3) if pieces is sizes else follows
-        else:
-            for k, size in enumerate(sizes):
-                follows = words(follows, 1 + (k > 1 and (k - 1) % columns == 0))
-                media += laid(follows, size)
-                follows += max(size)
-                follows = words(follows, 1)
-            follows = words(follows, 3)
-            for _ in range(frames if rule == "Qwen3-VL" else 1):
-                follows = words(follows, 4 if rule == "Qwen3-VL" else 1)
-                media += [p for t in range(1 if rule == "Qwen3-VL" else frames) for p in laid(follows, (2, 3), 2 * t)]
-                follows += 3 if rule == "Qwen3-VL" else max(3, 2 * frames - 1)
-                follows = words(follows, 1)
-        follows = words(follows, 3)
-        found.append({"positions": media, "text": text, "end": follows})
-    # like plain text: what stands before a token in the prompt of Qwen2.5-VL, less what is pruned
-    order, ids = [*[0] * 3], 0
+def _words(text: list, follows: int, count: int) -> int:
+    """Text from `follows` on, the same on all axes; where the next piece stands."""
+    text += [(follows + i,) * 3 for i in range(count)]
+    return follows + count
+
+
+def _by_items(sizes: list, columns: int, videos: list[int], before: int = 1) -> tuple[list, list, int]:
+    """Qwen's rules: each slice and each video follows what was before it. videos: their steps, each after `before`."""
+    media, text = [], []
+    follows = _words(text, 0, 3)
+    for k, (h, w) in enumerate(sizes):
+        follows = _words(text, follows, 1 + (k > 1 and (k - 1) % columns == 0))
+        media += [(follows, follows + r, follows + c) for r in range(h) for c in range(w)]
+        follows = _words(text, follows + max(h, w), 1)
+    follows = _words(text, follows, 3)
+    for steps in videos:
+        follows = _words(text, follows, before)
+        times = [2 * t for t in range(steps)]
+        media += [(follows + t, follows + r, follows + c) for t in times for r in range(2) for c in range(3)]
+        follows = _words(text, follows + max(3, times[-1] + 1), 1)
+    return media, text, _words(text, follows, 3)
+
+
+def _on_canvas(sizes: list, grid: tuple, frames: int) -> tuple[list, list, int]:
+    """MiniCPM-V 4.7's rule: an overview is stretched over its slices, and separators stand at the corners."""
+    media, text = [], []
+    follows = _words(text, 0, 3)
+    for pieces in (sizes, *[[(2, 3)]] * frames):
+        (h, w), slices, at = pieces[0], pieces[1:], follows
+        high, wide = (grid[1] * slices[0][0], grid[0] * slices[0][1]) if slices else (h, w)
+        down = [round(i * (high - 1) / max(h - 1, 1)) for i in range(h)]
+        right = [round(i * (wide - 1) / max(w - 1, 1)) for i in range(w)]
+        text.append((at, at - 1, at - 1))
+        media += [(at, at + r, at + c) for r in down for c in right]
+        text.append((at, at + high, at + wide))
+        for k, size in enumerate(slices):
+            y, x = at + k // grid[0] * size[0], at + k % grid[0] * size[1]
+            if k and k % grid[0] == 0:
+                text.append((at, y - 1, at + wide))
+            text.append((at, y, x))
+            media += [(at, y + r, x + c) for r in range(size[0]) for c in range(size[1])]
+            text.append((at, y + size[0] - 1, x + size[1] - 1))
+        follows += max(high, wide) + 1
+        follows = _words(text, follows, 3) if pieces is sizes else follows
+    return media, text, _words(text, follows, 3)
+
+
+def _like_plain_text(sizes: list, columns: int, frames: int, kept: list[bool]) -> tuple[list, list, int]:
+    """One position a token: what stands before it in the prompt of Qwen2.5-VL, less what is pruned."""
+    order = [0] * 3
     for k, (h, w) in enumerate(sizes):
         order += [0] * (1 + (k > 1 and (k - 1) % columns == 0)) + [1] * (h * w) + [0]
     order += [0] * 4 + [1] * (6 * frames) + [0] * 4
-    stays, media, text = iter(kept), [], []
+    stays, media, text, follows = iter(kept), [], [], 0
     for is_media in order:
         if is_media and not next(stays):
             media.append((-1,) * 3)
             continue
-        (media if is_media else text).append((ids,) * 3)
-        ids += 1
-    found[3] = {"positions": media, "text": text, "end": ids}
-    for rule in found:
-        rule["positions"] = np.array([p if k else (-1,) * 3 for p, k in zip(rule["positions"], kept, strict=True)]).T
-        rule["text"] = np.array(rule["text"]).T
-    return {
-        "sizes": sizes, "grid": (columns, rows), "frame": (2, 3), "kept": np.array(kept), "rules": found,
-    }  # fmt: skip
+        (media if is_media else text).append((follows,) * 3)
+        follows += 1
+    return media, text, follows
 
 
 def mrope(explorer, state: tuple) -> dict:

@@ -5,7 +5,11 @@ from functools import cache
 from random_models import HAS_5_23
 
 import refvl
+from data.training import tiny_family
 from refvl.paths import DATA
+
+# Folders that differ from the one of another family in their weights alone
+VARIANTS = {tiny_family.find_family(name).folder.name for name in tiny_family.VARIANTS}
 
 
 def is_read_here(name: str) -> bool:

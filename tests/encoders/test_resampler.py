@@ -205,7 +205,12 @@ def test_the_planned_frequencies_survive_a_cast():
         ([(4, 6), (2, 3)], [[1, 2.0]], TypeError, r"temporal_ids\[0\]: expected integers"),
         ([(4, 6), (2, 3)], [1, 2], TypeError, "temporal_ids: expected one list of ids per group, or a flat tensor"),
         ([(4, 6), (2, 3)], torch.tensor([1.0, 2.0]), TypeError, "temporal_ids: expected integers, got dtype"),
-        ([(4, 6), (2, 3)], torch.tensor([1, 2, 3]), ValueError, r"temporal_ids: expected one id per slice \(2\), got"),
+        (
+            [(4, 6), (2, 3)],
+            torch.tensor([1, 2, 3]),
+            ValueError,
+            r"temporal_ids: expected one id per slice \(2\), got 3",
+        ),
     ],
 )
 def test_bad_input_is_named(sizes, ids, error, message):

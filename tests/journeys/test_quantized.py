@@ -6,9 +6,9 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
+from shipped import VARIANTS
 
 import refvl
-from data.training.tiny_family import VARIANTS, find_family
 from refvl.paths import DATA
 from refvl.study.costs import costs, describe, stored_text_bytes
 
@@ -92,8 +92,7 @@ def test_info_reads_what_a_quantised_checkpoint_takes(tmp_path):
 def test_eight_bits_cost_less_than_a_point():
     """Oracle: the committed measurement of `benchmarks.quantized`; all bits are asked the same, and enough of it."""
     measured = json.loads((DATA / "measurements" / "quantized.json").read_text())["models"]
-    variants = {find_family(name).folder.name for name in VARIANTS}
-    assert set(measured) == {path.name for path in TINY.parent.iterdir()} - variants
+    assert set(measured) == {path.name for path in TINY.parent.iterdir()} - VARIANTS
     for name, rows in measured.items():
         right = {row["bits"]: row["all"] for row in rows}
         assert right[8] >= right[32] - 0.01 and right[2] < right[4], name

@@ -22,7 +22,7 @@ from display_matrices import QUARTER_TURNS, shown_by_ffmpeg, with_matrix
 from harness import Case
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from shipped import is_read_here
+from shipped import VARIANTS, is_read_here
 from transformers import AutoModelForImageTextToText
 
 import refvl
@@ -42,8 +42,9 @@ from refvl.serving.options import GENERATE_OPTIONS
 from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import main
 
-CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir() if is_read_here(folder.name))
-CHECKPOINTS.remove("tiny-glm4v-table")  # differs from tiny-glm4v in its weights alone
+CHECKPOINTS = sorted(
+    name for name in {folder.name for folder in (DATA / "checkpoints").iterdir()} - VARIANTS if is_read_here(name)
+)
 ODD = (
     None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, math.nan, math.inf, "", "3", "caf\udce9",
     "x" * 600, b"\0", [], [[]], (), {}, {"a": 1}, [None], object, np.int64(2), np.float32(2.5), np.array([1, 2]),

@@ -233,7 +233,10 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
         (["tiny-qwen2_5_vl", "--fps", "2"], "fps: needs a video file, but none was given"),
         (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: needs a video file, but none was given"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
-        (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: expected"),
+        (
+            ["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"],
+            "fps, num_frames: expected at most one, got fps=1.0 and num_frames=2",
+        ),
         (
             ["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"],
             "pruning_rate: not supported by MiniCPM-V",
