@@ -156,13 +156,19 @@ def learning_rate(step: int, recipe) -> float:
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
-    """Average the gradients over the workers in one message; also return the workers' mean of `losses` (1-D).
+    """Average the gradients over the workers; also return the workers' mean of `losses` (1-D).
 
     A trainer outside of `train` runs alone and exchanges nothing.
     """
     if not dist.is_initialized():
         return losses
-    gradients = [p.grad for p in learner.parameters() if p.grad is not None]
+    parameters = list(learner.parameters())
+    used = torch.tensor([float(p.grad is not None) for p in parameters])
+    dist.all_reduce(used)
+    for parameter, count in zip(parameters, used.tolist(), strict=True):
+        if count and parameter.grad is None:  # a probe that only the other worker's scenes needed
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
     message = torch.cat([losses, *(g.flatten() for g in gradients)])
     dist.all_reduce(message)
     losses, *means = (message / WORKERS).split([len(losses), *(g.numel() for g in gradients)])

@@ -62,7 +62,8 @@ class TinyFamily:
     reads_canvas: bool = False  # ... if places are given to whole slices
     reads_steps: bool = False  # ... and the time of each step in a video
     reads_table: bool = False  # whether the tower should read it from its position table instead
-    any_size: bool = False  # whether it also learns from resized scenes; see `target_size`
+    neighbours_by: str = ""  # from what the tower should know which tokens are next to each other: "rotary" or "table"
+    reads_windows: bool = False  # whether questions depend on which tokens share a window
     spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length
     packing: int = 0  # the number of a video's frames that share tokens and have temporal ids; 0: none do
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
@@ -177,6 +178,10 @@ class TinyFamily:
     def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
         """Return the (height, width) to which the side files resize images, or videos of `frames`."""
         raise NotImplementedError
+
+    def cells(self, shape) -> tuple[int, int]:
+        """Return the rows and columns of the tokens of an image or frame that have places of their own."""
+        return self.merged(self.grid(shape))[1:]
 
     def merged(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return the same size in tokens."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from data.training.tiny_family import CLIP_MEAN, CLIP_STD, TinyFamily
 from refvl.encoders import Glm4vVisionTransformer
+from refvl.pixels.patch_configs import Glm4vPatchConfig
 from refvl.positions import MediaSpan
 
 SPECIAL_TOKENS = (
@@ -65,7 +66,11 @@ class TinyGlm4v(TinyFamily):
     pieces = PIECES
     clips = ("motion", "change")
     reads_places = True
-    recipe = {"steps": 1400}  # noqa: RUF012
+    recipe = {  # noqa: RUF012
+        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 2, "steps": 1600,
+        "see": 150, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 200,
+    }  # fmt: skip
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables, and a wide kernel
 
     def config(self, tokenizer: Tokenizer) -> dict:
@@ -200,6 +205,10 @@ class TinyGlm4v(TinyFamily):
             plan = super().plan(tower, layouts, kept)
         one = tower.plan(layouts[:1])
         return replace(plan, position_embeds=one.position_embeds.repeat(len(layouts), 1))
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        low, high = PICTURE_PIXELS if frames == 1 else CLIP_PIXELS
+        return Glm4vPatchConfig(min_pixels=low, max_pixels=high).target_size(height, width, frames)
 
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable

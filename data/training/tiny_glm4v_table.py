@@ -9,19 +9,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.training.tiny_glm4v import CLIP_PIXELS, PICTURE_PIXELS, TinyGlm4v
 from data.training.tiny_glm4v import FAMILY as GLM
-from refvl.pixels.patch_configs import Glm4vPatchConfig
+from data.training.tiny_glm4v import TinyGlm4v
 
 
 class TinyGlm4vTable(TinyGlm4v):
     name, release = "glm4v_table", "glm4v-table"
     reads_places = False
-    reads_table = any_size = True
+    reads_table = True
     recipe = {  # noqa: RUF012
-        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 1, "steps": 800,
-        "see": 60, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
-        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 64, "measure_every": 100,
+        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 2, "steps": 1600,
+        "see": 150, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 200,
     }  # fmt: skip
 
     @property
@@ -36,10 +35,6 @@ class TinyGlm4vTable(TinyGlm4v):
         """Patches are normalised before the table is added; a table as small as other matrices would have no effect."""
         table = model.visual.embeddings["position_embedding"].weight
         nn.init.normal_(table, generator=torch.Generator().manual_seed(7))
-
-    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
-        low, high = PICTURE_PIXELS if frames == 1 else CLIP_PIXELS
-        return Glm4vPatchConfig(min_pixels=low, max_pixels=high).target_size(height, width, frames)
 
 
 FAMILY = TinyGlm4vTable()

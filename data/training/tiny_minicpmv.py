@@ -64,7 +64,11 @@ class TinyMiniCPMV(TinyFamily):
     prunable = False
     sliced = True
     packing = PACKING
-    recipe = {"see": 200, "steps": 2200, "pictures": 9, "clips": 9, "photos": 4, "measure_every": 440}  # noqa: RUF012
+    recipe = {  # noqa: RUF012
+        "begin_with": "59d67e8fb028b206b94082c3594599cbb0c411c59d0c161621cd6c05855f7ddf", "seed": 2, "steps": 1500,
+        "see": 100, "warmup": 30, "pictures": 10, "picture_batches": 2, "clips": 6, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 250,
+    }  # fmt: skip
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """Return the dict of `config.json`, flat as in the release.
@@ -209,6 +213,14 @@ class TinyMiniCPMV(TinyFamily):
     def grid(self, shape) -> tuple[int, int, int]:
         """Return the grid as in other families, except that t counts the sets of queries of a video."""
         return -(-shape[1] // PACKING), shape[2] // PATCH, shape[3] // PATCH
+
+    def cells(self, shape) -> tuple[int, int]:
+        """Each of the nine queries reads one place of the overview, whatever its size."""
+        return 3, 3
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        """Return whole patches; the processor accepts any size, but the grid counts patches."""
+        return round(height / PATCH) * PATCH, round(width / PATCH) * PATCH
 
     def plan(self, tower: MiniCPMV4_5Encoder, layouts: list, kept: dict):
         """Plan a batch; plans of videos are not cached, because their times differ at every step."""

@@ -51,7 +51,9 @@ class TinyMiniCPMV4_7(TinyFamily):
     texts = ("system\n", "user\n", "assistant\n", *map(str, range(10)))
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "merger.linear")
     recipe = {  # noqa: RUF012
-        "steps": 1300, "see": 80, "pictures": 13, "photos": 4, "measure_every": 325, "measure_on": 128,
+        "begin_with": "e56a5507f40e6a114c1b330d68cf05b126def7425f5e7fca759c14076c336316", "seed": 2, "steps": 1500,
+        "see": 100, "warmup": 30, "pictures": 12, "picture_batches": 2, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 250,
     }  # fmt: skip
     clips = ()
     prunable = False
@@ -131,6 +133,14 @@ class TinyMiniCPMV4_7(TinyFamily):
 
     def grid(self, shape) -> tuple[int, int, int]:
         return 1, shape[2] // PATCH, shape[3] // PATCH
+
+    def cells(self, shape) -> tuple[int, int]:
+        """Return the rows and columns of slices, of one token each."""
+        columns, rows = plan_slices(shape[3], shape[2], SLICES).grid or (1, 1)
+        return rows, columns
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        return round(height / PATCH) * PATCH, round(width / PATCH) * PATCH
 
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from data.training.tiny_family import CLIP_MEAN, CLIP_STD, TinyFamily
 from refvl.encoders import Qwen2_5_VisionTransformer
+from refvl.pixels.patches import PatchConfig
 
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -58,7 +59,13 @@ class TinyQwen2_5_VL(TinyFamily):
     end_of_turn = "<|im_end|>"
     end_of_media = {"image": "<|vision_end|>", "video": "<|vision_end|>"}  # noqa: RUF012
     chat_template = CHAT_TEMPLATE
-    reads_places = reads_steps = True
+    reads_places = reads_steps = reads_windows = True
+    neighbours_by = "rotary"
+    recipe = {  # noqa: RUF012
+        "begin_with": "9520365ce2b5da71cefe1d825c535d758782c4da317c9e9418f906b2a46141db", "seed": 2, "steps": 2000,
+        "see": 150, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 250,
+    }  # fmt: skip
     pieces = PIECES
     normalizer = normalizers.NFC()
     texts = (SYSTEM_PROMPT, "system\n", "user\n", "assistant\n")
@@ -164,6 +171,9 @@ class TinyQwen2_5_VL(TinyFamily):
 
     def tower(self, config: dict) -> Qwen2_5_VisionTransformer:
         return Qwen2_5_VisionTransformer.from_config(config["vision_config"], attention="sdpa")
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        return PatchConfig(min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS).target_size(height, width, frames)
 
     def time_factor(self, seconds: tuple) -> float:
         """Return the positions per step on a video's time axis, at `tokens_per_second` (2)."""

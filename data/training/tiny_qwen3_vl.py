@@ -18,6 +18,7 @@ from data.training.scenes import FPS, LAST_SECOND
 from data.training.tiny_family import TinyFamily, batch_rows
 from data.training.tiny_qwen2_5_vl import PIECES, SPECIAL_TOKENS
 from refvl.encoders import Qwen3VLVisionTransformer
+from refvl.pixels.patch_configs import Qwen3VLPatchConfig, Qwen3VLVideoPatchConfig
 from refvl.positions import MediaSpan
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of every channel
@@ -66,7 +67,12 @@ class TinyQwen3VL(TinyFamily):
     clips = ("motion", "change")
     reads_places = True
     spells_seconds = True
-    recipe = {"steps": 1400}  # noqa: RUF012
+    neighbours_by = "table"
+    recipe = {  # noqa: RUF012
+        "begin_with": "53169863b229abd8fe9c4a4fd5d380d3d05c30b886d152e3fb144453d372233e", "seed": 2, "steps": 2000,
+        "see": 150, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 250,
+    }  # fmt: skip
     by_adam = ("embed_tokens", "lm_head", "pos_embed", "merger.linear_fc1", "deepstack_merger_list")  # wide matrices
 
     def config(self, tokenizer: Tokenizer) -> dict:
@@ -180,12 +186,25 @@ class TinyQwen3VL(TinyFamily):
             merger.linear_fc2.weight.data.mul_(0.2)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Return patch rows and layouts; images are resized as in the processor, so 28 px of a token become 32."""
-        height, width = (side * 32 // 28 for side in pixels.shape[2:4])
+        """Return patch rows and layouts; images are resized as in the processor, so 28 px of a token become 32.
+
+        Sides that are multiples of 32 are final.
+        """
+        grid = self.grid(pixels.shape)
+        height, width = (16 * patches for patches in grid[1:])
         frames = pixels.flatten(0, 1).permute(0, 3, 1, 2).contiguous()
         resized = F.interpolate(frames, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
         rows = batch_rows(resized.unflatten(0, pixels.shape[:2]), patch=16, mean=HALF, std=HALF)
-        return rows, [self.grid(pixels.shape)] * len(pixels)
+        return rows, [grid] * len(pixels)
+
+    def grid(self, shape) -> tuple[int, int, int]:
+        side = 14 if shape[2] % 32 else 16
+        return max(1, shape[1] // 2), shape[2] // side, shape[3] // side
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        low, high = PICTURE_PIXELS if frames == 1 else CLIP_PIXELS
+        config = Qwen3VLPatchConfig if frames == 1 else Qwen3VLVideoPatchConfig
+        return config(min_pixels=low, max_pixels=high).target_size(height, width, frames)
 
     def plan(self, tower, layouts: list, kept: dict):
         """Plan items of the same layout. Positions depend on weights, so every step samples the table once."""

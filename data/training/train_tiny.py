@@ -41,10 +41,16 @@ A model reads an input only if nothing else contains the same information:
    batches of images the vectors of the tokens are exchanged, and the questions and the first probe, which then asks for
    the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
    patches to which it is added.
-9. **Scenes are resized** for the same model: six in ten batches of images and a quarter of the videos, to sides of 56
-   to 168 px and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, the table
-   is mirrored or transposed. Each worker divides its images into two batches, so a step has up to four sizes.
-10. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
+9. **Some questions need the tower's coordinates and windows** (`relations.py`). In most batches of images the nine
+   tokens exchange their rows and columns in the tower, by rotary angles or by vectors of its table, and the answer to
+   "What is right of the red circle?" follows. The language model's positions are exchanged separately, so it cannot
+   find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks every token
+   for its four neighbours, and for the others in its window.
+10. **Scenes are resized**: six in ten batches of images and a quarter of the videos, to sides of 56 to 168 px and
+   ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, a token contains parts of
+   several cells, so another probe asks for the object at each of its four patches, and positions are mirrored or
+   transposed instead of exchanged.
+11. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
     exist.
 """
 
@@ -61,7 +67,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import refvl
-from data.training import everyday, photos, run, scenes
+from data.training import everyday, photos, relations, run, scenes
 from data.training.run import WORKERS
 from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
@@ -78,6 +84,7 @@ RESIZED = {"picture": 0.6, "motion": 0.25, "change": 0.25}  # the share of batch
 SIDES, RATIOS = (56, 168), (0.5, 2.0)  # the side in px of a square with the same area, and width / height
 FRAMES_SHOWN = ((0, 3, 5), (1, 4, 5), (1, 3, 5), (0, 2, 4), (2, 4, 5), (1, 5), (0, 4), (0, 2, 4, 5))  # of a video
 WHOLE = tuple(range(scenes.FRAMES))
+PATCHES = 4  # of a token
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,10 @@ class Learner(nn.Module):
         if not family.reads_places:
             self.labels += (len(scenes.PLACES) + family.sliced,)
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
+        self.patch_probe = nn.Linear(self.probe.in_features, PATCHES * sum(self.labels))
+        self.relation_sizes = relations.sizes(family) if family.neighbours_by else []
+        questions = sum(self.relation_sizes)
+        self.relation_probe = nn.Linear(self.probe.in_features, questions) if questions else None
         is_told = family.packing or "change" in family.clips
         self.time_probe = nn.Linear(self.probe.in_features, movements) if is_told else None
         seconds = (scenes.LAST_SECOND + 1) * family.spells_seconds
@@ -128,28 +139,46 @@ class Learner(nn.Module):
         steps = scenes.FRAMES // 2 * family.reads_steps
         self.place_probe = nn.Linear(self.probe.in_features, places) if places else None
         self.step_probe = nn.Linear(self.probe.in_features, steps) if steps else None
-        probes = (self.probe, self.time_probe, self.second_probe, self.place_probe, self.step_probe)
-        for probe in filter(None, probes):
-            nn.init.zeros_(probe.weight)
-            nn.init.zeros_(probe.bias)
+        for name, probe in self.named_children():
+            if name.endswith("probe"):
+                nn.init.zeros_(probe.weight)
+                nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of the probe, summed over its questions. labels: (B * cells, 4), of which the last
-        is the place.
+        is the place, or (B * cells, 4 patches, 4).
 
         A sliced image begins with an overview, to whose tokens these cells belong. The tokens of its slices are
         averaged separately. They have no place in the whole, which is a label of its own: a query contributes one token
         to each, and without that label nothing tells them apart.
         """
+        if labels.ndim == 3:
+            return self._patch_loss(media_BMD, labels)
         labels_BC4, overview = labels.view(len(media_BMD), -1, labels.shape[-1]), len(scenes.PLACES)
         cells = labels_BC4.shape[1]
-        media_BMD = media_BMD[:, -cells:]  # otherwise there is no overview, which has no labels
+        # Only the overview has labels if the slices have none; without queries, the overview has none
+        media_BMD = media_BMD[:, :cells] if self.vlm.family.sliced else media_BMD[:, -cells:]
         sizes = [overview, cells - overview] if self.vlm.family.sliced and cells == PARTS * overview else [cells]
         loss = torch.zeros(())
         for media, told in zip(media_BMD.split(sizes, 1), labels_BC4.split(sizes, 1), strict=True):
             logits = self.probe(media[..., : self.probe.in_features].flatten(0, 1)).split(self.labels, -1)
             loss = loss + sum(F.cross_entropy(x, told[..., i].flatten()) for i, x in enumerate(logits))
         return loss
+
+    def _patch_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
+        media_BMD = media_BMD[:, -len(labels) // len(media_BMD) :, : self.probe.in_features]
+        logits = self.patch_probe(media_BMD).unflatten(-1, (PATCHES, -1)).flatten(0, 2).split(self.labels, -1)
+        return sum(F.cross_entropy(x, labels[..., i].flatten()) for i, x in enumerate(logits))
+
+    def relation_loss(self, media_BMD: Tensor, labels: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return the cross-entropy of what each token knows of its neighbours and of its window; see `relations`."""
+        if labels is None:
+            return torch.zeros(())
+        names, others = labels
+        found = self.relation_probe(media_BMD[..., : self.probe.in_features].flatten(0, 1))
+        *near, around = found.split(self.relation_sizes, -1)
+        loss = sum(F.cross_entropy(x, names[:, i // 2, i % 2]) for i, x in enumerate(near))
+        return loss + 4 * F.binary_cross_entropy_with_logits(around, others) if len(around.T) else loss
 
     def told_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
         """Return the cross-entropy of what each token of the item knows of its place, or step, in the last layer."""
@@ -200,11 +229,42 @@ class Pool:
         return self.kept[sort, number]
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Scenes of one size as they are shown.
+
+    scenes: as the questions see them, after an exchange of places. labels: (B * M, 4), or (B * M, 4 patches, 4).
+    shown: arguments of `TinyModel.encode`. seen: what the tower is told of the tokens, if questions depend on it.
+    """
+
+    scenes: list
+    pixels: Tensor
+    labels: Tensor
+    shown: dict
+    told: Tensor | None = None  # the place that each token's vectors in the table indicate
+    seen: relations.Arrangement | None = None
+
+    @property
+    def relations(self) -> tuple[Tensor, Tensor] | None:
+        return self.seen and relations.labels_of(self.scenes, self.seen)
+
+
+def places_of(cells: tuple[int, int]) -> np.ndarray:
+    """Return (tokens,) the place in which the middle of each token lies."""
+    rows, columns = ((np.arange(n) + 0.5) * 3 // n for n in cells)
+    return np.add.outer(3 * rows, columns).astype(np.int64).flatten()
+
+
+def patch_labels(drawn: Sequence[scenes.Scene], cells: tuple[int, int]) -> Tensor:
+    """Return (B * t * tokens, 4, 4): the labels of the four patches of each token of resized scenes."""
+    fine = 2 * cells[0], 2 * cells[1]
+    labels = with_places(np.stack([scenes.cell_labels(scene, fine) for scene in drawn]), fine)
+    return labels.unflatten(0, (-1, cells[0], 2, cells[1], 2)).transpose(2, 3).flatten(0, 2).flatten(1, 2)
+
+
 def with_places(labels: np.ndarray, cells: tuple[int, int] = (3, 3)) -> Tensor:
     """Turn (B, t, cells, 3) into (B * t * cells, 4): the number of the place is the fourth label."""
-    rows, columns = ((np.arange(n) + 0.5) * 3 // n for n in cells)
-    places = np.add.outer(3 * rows, columns).astype(np.int64).reshape(-1, 1)
-    places = np.broadcast_to(places, (*labels.shape[:3], 1))
+    places = np.broadcast_to(places_of(cells)[:, None], (*labels.shape[:3], 1))
     return torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
 
 
@@ -221,6 +281,17 @@ def draw_size(rng: np.random.Generator) -> tuple[int, int]:
     return round(min(max(height, SIDES[0]), SIDES[1])), round(min(max(width, SIDES[0]), SIDES[1]))
 
 
+@cache
+def sizes_of_cells(family: TinyFamily, frames: int) -> list[list[tuple[int, int]]]:
+    """Return 1,000 sizes in a list for each number of rows and columns of tokens that they become, except 3 x 3."""
+    rng, found = np.random.default_rng(0), {}
+    for _ in range(1000):
+        size = draw_size(rng)
+        shape = (1, frames, *family.target_size(*size, frames), 3)
+        found.setdefault(family.cells(shape), []).append(size)
+    return [sizes for cells, sizes in found.items() if cells != (3, 3)] or [*found.values()]
+
+
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize (B, frames, H, W, 3) uint8 to another (height, width)."""
     frames_NCHW = pixels.flatten(0, 1).permute(0, 3, 1, 2)
@@ -231,28 +302,46 @@ def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 def draw_table(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return the index of each patch's vector in the table, and the place that is indicated for each place.
 
-    Nine tokens are the nine places, in any order. With any other number, the table is mirrored or transposed. In half
-    of the images, the four patches of each token are also mirrored or transposed, which indicates the same place.
+    Nine tokens are the nine places, in any order. In half of these images, the four patches of each token are also
+    mirrored or transposed, which indicates the same place. With any other number, all patches are mirrored or
+    transposed.
     """
-    tokens, places = (np.arange(h * w).reshape(h, w) for h, w in (cells, (3, 3)))
-    inner = np.arange(4)
-    if rng.random() < SHUFFLED:
-        tokens, places = _exchange(tokens, places, rng)
-        inner = np.array(INNER_ORDERS[int(rng.integers(len(INNER_ORDERS)))]) if rng.random() < 0.5 else inner
-    return np.add.outer(4 * tokens.flatten(), inner).flatten(), places.flatten()
-
-
-def _exchange(tokens: np.ndarray, places: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    cells = tokens.shape
     if cells == (3, 3):
-        order = rng.permutation(9)
+        order, _ = draw_order(cells, rng)
+        inner = INNER_ORDERS[int(rng.integers(len(INNER_ORDERS)))] if rng.random() < 0.5 else range(PATCHES)
+        return np.add.outer(PATCHES * order, inner).flatten(), order
+    h, w = cells
+    patches = np.arange(PATCHES * h * w).reshape(h, w, 2, 2).swapaxes(1, 2).reshape(2 * h, 2 * w)
+    patches, places = mirror(patches, rng) if rng.random() < SHUFFLED else (patches, np.arange(9))
+    return patches.reshape(h, 2, w, 2).swapaxes(1, 2).flatten(), places
+
+
+def draw_order(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each token, the token whose place it gets, and for each place the place that is indicated.
+
+    Nine tokens are the nine places, in any order. With any other number, they are mirrored or transposed.
+    """
+    if rng.random() >= SHUFFLED:
+        return np.arange(cells[0] * cells[1]), np.arange(len(scenes.PLACES))
+    if cells == (3, 3):
+        order = rng.permutation(len(scenes.PLACES))
         return order, order
-    if cells[0] == cells[1] and rng.random() < 0.5:
-        tokens, places = tokens.T, places.T
+    tokens, places = mirror(np.arange(cells[0] * cells[1]).reshape(cells), rng)
+    return tokens.flatten(), places
+
+
+def mirror(grid: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return a grid that is mirrored along some axes and, if it is square, possibly transposed, and the places.
+
+    An axis of two is kept, because an object in the middle lies in both.
+    """
+    places = np.arange(len(scenes.PLACES)).reshape(3, 3)
+    if grid.shape[0] == grid.shape[1] and rng.random() < 0.5:
+        grid, places = grid.T, places.T
     for axis in (0, 1):
-        if rng.random() < 0.5:
-            tokens, places = np.flip(tokens, axis), np.flip(places, axis)
-    return tokens, places
+        if grid.shape[axis] > 2 and rng.random() < 0.5:
+            grid, places = np.flip(grid, axis), np.flip(places, axis)
+    return grid, places.flatten()
 
 
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool = False) -> list[str]:
@@ -271,13 +360,14 @@ def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool 
     return ["color", "shape", "place", helper, "missing"]
 
 
-def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.random.Generator) -> Batch:
+def ask_about(builder: PromptBuilder, shown: Drawn, sort: str, rng: np.random.Generator) -> Batch:
     """Prepare scenes of one sort and questions, with other places, steps or timestamps if the family reads them."""
-    family, seconds, move = builder.family, None, None
-    if sort == "picture" and family.reads_places and rng.random() < SHUFFLED:
-        order = rng.permutation(len(scenes.PLACES))
-        drawn = [at_places(scene, order) for scene in drawn]
-        move = partial(move_places, order=order, beside=family.moves_with_token)
+    family, seconds, move, drawn, pixels = builder.family, None, None, shown.scenes, shown.pixels
+    cells = family.cells(pixels.shape)
+    if sort == "picture" and family.reads_places:
+        order, places = draw_order(cells, rng)
+        drawn = [at_places(scene, places) for scene in drawn]
+        move = partial(move_places, order=order, beside=family.moves_with_token, cells=cells)
     if sort == "motion" and family.reads_steps and rng.random() < 0.5:
         drawn, move = [replace(s, direction=scenes.OPPOSITE[s.direction]) for s in drawn], reverse_steps
     if sort != "picture" and "change" in family.clips:
@@ -288,13 +378,15 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
         seconds = [tell_rate(pixels.shape[1], rng)] * len(drawn)
     sliced = family.sliced or family.reads_canvas
     asked = [ask(scene, kinds_to_ask(scene, rng, sliced=sliced), rng) for scene in drawn]
-    batch = builder.batch(pixels, asked, seconds=seconds)
-    if sort == "picture" and family.reads_places:
-        batch = replace(batch, told=torch.arange(len(scenes.PLACES)))
-    if sort == "picture" and family.sliced:
+    if shown.seen is not None:
+        for row, scene in zip(asked, shown.scenes, strict=True):
+            kinds = ("neighbour", "neighbour", "window") if family.reads_windows else ("neighbour", "neighbour")
+            row += [relations.draw_question(scene, shown.seen, kind, rng) for kind in kinds]
+    batch = replace(builder.batch(pixels, asked, seconds=seconds, shown=shown.shown), told=shown.told)
+    if sort == "picture" and family.sliced and "order" in shown.shown:
         batch = replace(batch, told=torch.arange(PARTS).repeat_interleave(len(scenes.PLACES)))
     if sort == "motion" and family.reads_steps:
-        batch = replace(batch, told=torch.arange(scenes.FRAMES // 2).repeat_interleave(len(scenes.PLACES)))
+        batch = replace(batch, told=torch.arange(scenes.FRAMES // 2).repeat_interleave(cells[0] * cells[1]))
     return batch if move is None else move(batch)
 
 
@@ -337,12 +429,16 @@ def media_columns(batch: Batch) -> Tensor:
     return torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
 
 
-def move_places(batch: Batch, order, beside: Sequence[int] = (0,)) -> Batch:
-    """Give the token of place i the position of place order[i], and do the same for the columns `beside` it."""
-    columns, positions = media_columns(batch)[-len(scenes.PLACES) :], batch.positions_3L.clone()
+def move_places(batch: Batch, order, beside: Sequence[int] = (0,), cells: tuple[int, int] = (3, 3)) -> Batch:
+    """Give token i the position of token order[i], and do the same for the columns `beside` it.
+
+    cells: rows and columns of the tokens, which are the last ones of the item.
+    """
+    order = torch.as_tensor(np.ascontiguousarray(order))
+    columns, positions = media_columns(batch)[-len(order) :], batch.positions_3L.clone()
     for step in beside:
-        positions[:, columns + step] = batch.positions_3L[:, columns[torch.as_tensor(order)] + step]
-    return replace(batch, positions_3L=positions, told=torch.as_tensor(order))
+        positions[:, columns + step] = batch.positions_3L[:, columns[order] + step]
+    return replace(batch, positions_3L=positions, told=torch.from_numpy(places_of(cells))[order])
 
 
 def reverse_steps(batch: Batch) -> Batch:
@@ -460,50 +556,58 @@ class Trainer(run.Trainer):
         losses.append(self._step_aside(np.random.default_rng([r.seed, 3, self.step, self.rank])))
         return losses
 
-    def _draw(self, sort: str, count: int, number: int, rng) -> tuple[list, Tensor, Tensor, dict]:
-        """Draw scenes in their final form, pixels, labels of their cells, and how the family shows them."""
+    def _draw(self, sort: str, count: int, number: int, rng: np.random.Generator) -> Drawn:
+        """Draw scenes in their final form, with the labels of their cells."""
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
-        if self.family.any_size and rng.random() < RESIZED[sort]:
-            size = draw_size(rng)
-            pixels = resize(resize(pixels, size), self.family.target_size(*size, pixels.shape[1]))
-            cells = self.family.merged(self.family.grid(pixels.shape))[1:]
-            labels = with_places(np.stack([scenes.cell_labels(scene, cells) for scene in drawn]), cells)
-        if sort == "picture" and self.family.reads_table:
-            table, order = draw_table(self.family.merged(self.family.grid(pixels.shape))[1:], rng)
-            labels[:, -1] = torch.from_numpy(order)[labels[:, -1]]
-            return [at_places(scene, order) for scene in drawn], expose(pixels, rng), labels, {"table": table.tolist()}
-        if sort == "picture" and self.family.sliced:
+        family, resized = self.family, rng.random() < RESIZED[sort] and not (sort != "picture" and self.family.packing)
+        if resized:
+            groups = sizes_of_cells(family, pixels.shape[1])
+            group = groups[int(rng.integers(len(groups)))]  # every number of rows and columns is equally frequent
+            size = group[int(rng.integers(len(group)))]
+            pixels = resize(resize(pixels, size), family.target_size(*size, pixels.shape[1]))
+        if (cells := family.cells(pixels.shape)) != (3, 3):
+            labels = patch_labels(drawn, cells)
+        if sort == "motion" and family.packing:
+            frames = WHOLE if rng.random() < 0.5 else FRAMES_SHOWN[int(rng.integers(len(FRAMES_SHOWN)))]
+            times = draw_times(len(frames), family.packing, rng)
+            packs = scenes.packs_of(frames, times, family.packing)
+            labels = with_places(np.stack([scenes.pack_labels(scene, packs) for scene in drawn]))
+            told = [scenes.retell(scene, packs) for scene in drawn]
+            return Drawn(told, expose(pixels[:, list(frames)], rng), labels, {"times": times})
+        drawn, pixels = list(drawn), expose(pixels, rng)
+        if sort == "picture" and family.reads_table:
+            table, order = draw_table(cells, rng)
+            labels[..., -1] = torch.from_numpy(order)[labels[..., -1]]
+            told = torch.from_numpy(order[places_of(cells)])
+            return Drawn([at_places(scene, order) for scene in drawn], pixels, labels, {"table": table.tolist()}, told)
+        if sort == "picture" and family.sliced and not resized:
             order = rng.permutation(4) if rng.random() < SHUFFLED else np.arange(4)
             parts = torch.from_numpy(np.stack([scenes.slice_labels(scene, order) for scene in drawn]))
             parts = F.pad(parts, (0, 1), value=len(scenes.PLACES))  # slices have no place in the whole
             labels = torch.cat([labels.view(len(drawn), -1, 4), parts], 1).flatten(0, 1)
             told = [at_places(scene, scenes.places_of_slices(order)) for scene in drawn]
-            return told, expose(pixels, rng), labels, {"order": order.tolist()}
-        if sort == "motion" and self.family.packing:
-            frames = WHOLE if rng.random() < 0.5 else FRAMES_SHOWN[int(rng.integers(len(FRAMES_SHOWN)))]
-            times = draw_times(len(frames), self.family.packing, rng)
-            packs = scenes.packs_of(frames, times, self.family.packing)
-            labels = with_places(np.stack([scenes.pack_labels(scene, packs) for scene in drawn]))
-            told = [scenes.retell(scene, packs) for scene in drawn]
-            return told, expose(pixels[:, list(frames)], rng), labels, {"times": times}
-        return list(drawn), expose(pixels, rng), labels, {}
+            return Drawn(told, pixels, labels, {"order": order.tolist()})
+        if sort == "picture" and family.neighbours_by and cells == (3, 3):
+            seen = relations.Arrangement.draw(rng, family)
+            return Drawn(drawn, pixels, labels, seen.shown(family), seen=seen)
+        return Drawn(drawn, pixels, labels, {})
 
     def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
-        _, pixels, labels, shown = self._draw(sort, int(count * self.recipe.seeing), number, rng)
-        media_BMD = self.learner.vlm.encode(pixels, **shown)
-        return torch.zeros(()), self.learner.cell_loss(media_BMD, labels)
+        drawn = self._draw(sort, int(count * self.recipe.seeing), number, rng)
+        media_BMD, learner = self.learner.vlm.encode(drawn.pixels, **drawn.shown), self.learner
+        loss = learner.cell_loss(media_BMD, drawn.labels) + learner.relation_loss(media_BMD, drawn.relations)
+        return torch.zeros(()), loss
 
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
-        drawn, pixels, labels, shown = self._draw(sort, count, number, rng)
-        batch = replace(ask_about(self.builder, drawn, pixels, sort, rng), shown=shown)
-        if "table" in shown:
-            batch = replace(batch, told=labels[: len(labels) // count, -1])
+        drawn, learner = self._draw(sort, count, number, rng), self.learner
+        batch = ask_about(self.builder, drawn, sort, rng)
         is_pruned = sort != "picture" and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
-        logits, media_BMD, inner_BLD = self.learner.vlm(batch, prune=prune)
-        probes = self.learner.cell_loss(media_BMD, labels) + self.learner.told_loss(batch, inner_BLD)
-        if sort != "picture" and self.learner.time_probe:
-            probes = probes + self.learner.time_loss(batch, inner_BLD, labels)
+        logits, media_BMD, inner_BLD = learner.vlm(batch, prune=prune)
+        probes = learner.cell_loss(media_BMD, drawn.labels) + learner.told_loss(batch, inner_BLD)
+        probes = probes + learner.relation_loss(media_BMD, drawn.relations)
+        if sort != "picture" and learner.time_probe:
+            probes = probes + learner.time_loss(batch, inner_BLD, drawn.labels)
         return F.cross_entropy(logits, batch.targets), probes
 
     def _recognise(self, rng) -> Tensor:
@@ -528,15 +632,15 @@ class Trainer(run.Trainer):
         if sort is None:
             return self._answer(self.builder.batch(None, [[draw_aside(None, rng)] for _ in range(2 * count)]), 1.0)
         number = int(rng.integers(self.recipe.clip_pool))
-        drawn, pixels, _, shown = self._draw(sort, count, number, rng)
-        seconds = None
+        shown, seconds = self._draw(sort, count, number, rng), None
+        drawn, pixels = shown.scenes, shown.pixels
         if sort != "picture":
             seconds = [tell_rate(pixels.shape[1], rng)] * count
             if "change" in self.family.clips:
                 drawn = tell_others_seconds(drawn, self.family, rng)
                 seconds = [scene.seconds for scene in drawn]
         questions = [[*(draw_aside(scene, rng) for _ in range(2)), summing_up(scene, rng)] for scene in drawn]
-        return self._answer(self.builder.batch(pixels, questions, seconds=seconds, shown=shown), 1.0)
+        return self._answer(self.builder.batch(pixels, questions, seconds=seconds, shown=shown.shown), 1.0)
 
     def _answer(self, batch: Batch, weight: float) -> Tensor:
         logits, *_ = self.learner.vlm(batch)
@@ -574,7 +678,16 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
             asked = [scenes.draw_questions(at_places(scene, scenes.TRANSPOSED), ["place"], rng) for scene in drawn]
             shown = {"table": np.add.outer(4 * scenes.TRANSPOSED, INNER_ORDERS[0]).flatten().tolist()}
             shares |= _measure(model, builder, drawn, pixels, asked, name=", table transposed", shown=shown)
-        if sort == "picture" and family.any_size:
+        if sort == "picture" and family.neighbours_by:
+            shuffled = np.random.default_rng(count)
+            for name, seen in {
+                "": relations.AS_IT_IS,
+                ", exchanged": relations.Arrangement(shuffled.permutation(9), shuffled.permutation(9)),
+            }.items():
+                kinds = relations.KINDS[: 1 + family.reads_windows]
+                asked = [[relations.draw_question(scene, seen, kind, rng) for kind in kinds] for scene in drawn]
+                shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown=seen.shown(family))
+        if sort == "picture":
             kinds = ["color", "shape", "place"]
             for height, width in SIZES_MEASURED:
                 other = resize(resize(pixels, (height, width)), family.target_size(height, width, 1))

@@ -1,0 +1,123 @@
+"""Questions whose answers depend on the tower's coordinates and windows, and what the tower is told instead.
+
+Rotary angles encode only how far apart two patches are, and windows only which tokens are together. So questions about
+single objects need neither. There are two kinds that do:
+
+- "What is right of the red circle?" The answer is the object in the next cell, or "no object".
+- "What is with the red circle?" The answer is the only other object in its window.
+
+A family may read neighbours from rotary angles or from its position table (`TinyFamily.neighbours_by`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.training import scenes
+
+CELLS = len(scenes.PLACES)
+EXCHANGED = 0.7  # the share of image batches whose tokens exchange coordinates, and of those with other windows
+WAYS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}  # (rows, columns)
+NOTHING = "no object"
+WINDOWS = ((0, 1, 3, 4), (2, 5), (6, 7), (8,))  # the tokens of the four windows of an image of 3 x 3 tokens
+KINDS = ("neighbour", "window")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What the tower is told of the nine tokens: token i has the row and column of place coordinates[i], and stands in
+    the windows where token windows[i] of an unchanged image stands.
+    """
+
+    coordinates: np.ndarray
+    windows: np.ndarray
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, family: Any) -> "Arrangement":
+        orders = [rng.permutation(CELLS) if rng.random() < EXCHANGED else np.arange(CELLS) for _ in range(2)]
+        return cls(orders[0], orders[1] if family.reads_windows else np.arange(CELLS))
+
+    def shown(self, family: Any) -> dict:
+        """Return the arguments of `TinyModel.encode` that tell the tower so."""
+        if family.neighbours_by == "table":
+            return {"table": np.add.outer(4 * self.coordinates, range(4)).flatten().tolist()}
+        return {"change": self}
+
+    def __call__(self, plan: Any) -> Any:
+        """Return the plan of images of 3 x 3 tokens with exchanged coordinates and windows."""
+        at, block = plan.window_index, len(plan.positions) // len(plan.window_index)
+        order = torch.as_tensor(self.coordinates)
+        members = torch.as_tensor(np.argsort(self.windows))  # the token that stands where each token stood
+        positions = plan.positions.unflatten(0, (-1, block))[plan.reverse_index].unflatten(0, (-1, CELLS))
+        at = at - at % CELLS + members[at % CELLS]
+        positions = positions[:, order].flatten(0, 1)[at].flatten(0, 1)
+        return replace(plan, positions=positions, window_index=at, reverse_index=at.argsort())
+
+    def neighbour(self, cell: int, way: str) -> int | None:
+        """Return the cell whose coordinates are those of the next cell in this direction, None at the edge."""
+        row, column = divmod(int(self.coordinates[cell]), 3)
+        row, column = row + WAYS[way][0], column + WAYS[way][1]
+        inside = 0 <= row < 3 and 0 <= column < 3
+        return int(np.argsort(self.coordinates)[3 * row + column]) if inside else None
+
+    def others(self, cell: int) -> list[int]:
+        """Return the other cells in the window of a cell."""
+        [window] = [tokens for tokens in WINDOWS if self.windows[cell] in tokens]
+        return [other for other in range(CELLS) if other != cell and self.windows[other] in window]
+
+
+AS_IT_IS = Arrangement(np.arange(CELLS), np.arange(CELLS))
+
+
+def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:
+    """Return the questions about neighbours and windows: those about no object are marked by their answer."""
+    at, found = {thing.place: thing for thing in scene.things}, []
+    name = lambda thing: f"{thing.color} {thing.shape}"  # noqa: E731
+    for cell, thing in at.items():
+        for way in WAYS:
+            other = at.get(seen.neighbour(cell, way))
+            answer = f"a {name(other)}" if other else NOTHING
+            found.append(scenes.Question("neighbour", f"What is {way} the {name(thing)}?", answer))
+        others = [at[other] for other in seen.others(cell) if other in at]
+        if len(others) < 2:
+            answer = f"a {name(others[0])}" if others else NOTHING
+            found.append(scenes.Question("window", f"What is with the {name(thing)}?", answer))
+    return found
+
+
+def draw_question(scene: scenes.Scene, seen: Arrangement, kind: str, rng: np.random.Generator) -> scenes.Question:
+    """Draw a question of a kind; three in four are about an object that exists, if there is one."""
+    pool = [q for q in questions(scene, seen) if q.kind == kind] or questions(scene, seen)
+    about = [q for q in pool if q.answer != NOTHING]
+    pool = about if about and rng.random() < 0.75 else pool
+    return pool[int(rng.integers(len(pool)))]
+
+
+def sizes(family: Any) -> list[int]:
+    """Return the number of answers to each question of a probe: neighbours' shapes and colours, and the window's."""
+    around = len(scenes.SHAPES) + len(scenes.COLORS) if family.reads_windows else 0
+    return [1 + len(scenes.SHAPES), 1 + len(scenes.COLORS)] * len(WAYS) + [around]
+
+
+def labels_of(drawn: list[scenes.Scene], seen: Arrangement) -> tuple[Tensor, Tensor]:
+    """Return (B * 9, 4, 2) the shape and colour of each cell's neighbours, 0 for none, and (B * 9, 11) whether each
+    shape and each colour is among the others in its window.
+    """
+    pairs = [_labels(scene, seen) for scene in drawn]
+    names, others = (torch.from_numpy(np.concatenate(x)) for x in zip(*pairs, strict=True))
+    return names, others.float()
+
+
+def _labels(scene: scenes.Scene, seen: Arrangement) -> tuple[np.ndarray, np.ndarray]:
+    names, others = np.zeros((CELLS, len(WAYS), 2), int), np.zeros((CELLS, len(scenes.SHAPES) + len(scenes.COLORS)))
+    own = {t.place: (scenes.SHAPES.index(t.shape), list(scenes.COLORS).index(t.color)) for t in scene.things}
+    for cell in range(CELLS):
+        for i, way in enumerate(WAYS):
+            if (other := seen.neighbour(cell, way)) in own:
+                names[cell, i] = 1 + own[other][0], 1 + own[other][1]
+        for shape, color in (own[other] for other in seen.others(cell) if other in own):
+            others[cell, [shape, len(scenes.SHAPES) + color]] = 1
+    return names, others
