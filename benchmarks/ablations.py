@@ -25,7 +25,7 @@ from torch import Tensor
 
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
-from data.training import evaluate_step3, evaluate_tiny, scenes
+from data.training import evaluate_step3, evaluate_tiny, relations, scenes
 from data.training.evaluate_tiny import exchange_places, interval, transposed_table
 from data.training.run import digest
 from data.training.tiny_family import find_family
@@ -38,6 +38,7 @@ MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_table", "minicpmv", "minicpm
 CHANCE = {
     "color": 1 / len(scenes.COLORS), "shape": 1 / len(scenes.SHAPES), "place": 1 / len(scenes.PLACES),
     "motion": 1 / len(scenes.DIRECTIONS), "change": 1 / scenes.STEPS,
+    **dict.fromkeys(relations.KINDS, 0.25),  # about a quarter of the answers are "no object"
 }  # fmt: skip
 COLUMNS = {"model": "19", "without": "30", "question": "8", "right": ">5", "follows": ">7", "of": ">4", "95 %": ">16"}
 
@@ -194,6 +195,14 @@ def mirrored(asked: Asked) -> str:
     return scenes.PLACES[scenes.TRANSPOSED[scenes.PLACES.index(asked.answer)]]
 
 
+def by_relation(seen: relations.Arrangement) -> Callable[[Asked], str]:
+    """Return a function from a question about neighbours or windows to its answer if the tower is told of `seen`.
+
+    Questions without an answer there, about several objects in one window, keep theirs.
+    """
+    return lambda asked: relations.answer_to(asked.arguments["prompt"], asked.scene, seen) or asked.answer
+
+
 def opposite(asked: Asked) -> str:
     """Return the direction to expect if time is reversed; answers that are no direction are unchanged."""
     return scenes.OPPOSITE.get(asked.answer, asked.answer)
@@ -243,6 +252,10 @@ M_ROPE = (
     ),
 )  # fmt: skip
 ROTARY = (Ablation("no rotation", "rotary", zeros_of("frequencies")),)
+NEIGHBOURS = Ablation(
+    "tokens transposed in the tower", "rotary", whole_plans(relations.TRANSPOSED), kinds=("neighbour",),
+    told=by_relation(relations.TRANSPOSED),
+)  # fmt: skip
 TABLE = (
     Ablation("table of zeros", "table", zeros_of("position_table")),
     Ablation(
@@ -262,10 +275,20 @@ SIZES = tuple(
 WINDOWS = (
     Ablation("full attention for windows", "windows", whole_plans(full_attention)),
     Ablation("windows shuffled", "windows", whole_plans(shuffled_windows)),
+    Ablation(
+        "windows of other tokens",
+        "windows",
+        whole_plans(relations.OTHER_WINDOWS),
+        kinds=("window",),
+        told=by_relation(relations.OTHER_WINDOWS),
+    ),
 )
 ABLATIONS: dict[str, tuple[Ablation, ...]] = {
-    "qwen2_5_vl": (*ROTARY, *WINDOWS, *M_ROPE),
-    "qwen3_vl": (*ROTARY, *TABLE, Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS),
+    "qwen2_5_vl": (*ROTARY, NEIGHBOURS, *WINDOWS, *M_ROPE, *SIZES),
+    "qwen3_vl": (
+        *ROTARY, *TABLE, replace(NEIGHBOURS, mechanism="table"),
+        Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS, *SIZES,
+    ),
     "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
     "glm4v_table": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
     "minicpmv": (
@@ -278,11 +301,12 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
             "slices exchanged", "slices", token_blocks(lambda b: [b[0], *(b[1 + i] for i in SLICES)]),
             told=moved_corners, kinds=("place",),
         ),
+        *SIZES,
         Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])]), kinds=IMAGES),
         Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]]), kinds=IMAGES),
     ),
     "minicpmv4_7": (
-        TABLE[0],
+        TABLE[0], *SIZES,
         Ablation(
             "slices exchanged on the canvas", "canvas", on_canvas(CANVAS), told=moved_on_canvas, kinds=("place",)
         ),
@@ -307,8 +331,9 @@ def questions_of(name: str, count: int) -> dict[str, list[Asked]]:
         kinds = evaluate_step3.CHANCE
         found = {kind: evaluate_step3.requests_for(kind, count) for kind in kinds}
         return {kind: [Asked(arguments, q.answer) for q, arguments in asked] for kind, asked in found.items()}
-    questions = {}
-    for kind, sort in find_family(name).kinds.items():
+    questions, family = {}, find_family(name)
+    kinds = ("neighbour",) * family.reads_neighbours + ("window",) * family.reads_windows
+    for kind, sort in (family.kinds | dict.fromkeys(kinds, "picture")).items():
         requests = evaluate_tiny.requests_for(kind, count)
         questions[kind] = [
             Asked(r.arguments, r.question.answer, scenes.draw_sort(sort, "test", r.index)) for r in requests

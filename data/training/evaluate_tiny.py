@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import refvl
-from data.training import everyday, scenes
+from data.training import everyday, relations, scenes
 from data.training.run import digest
 from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
 from data.training.tiny_minicpmv import PACKING
@@ -44,6 +44,8 @@ RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
 SHUFFLED = "change, seconds shuffled"
 SWAPPED, STILL_TRUE = "place, h and w swapped", "place, h and w swapped: the true one"
 MIRRORED, STILL_THERE = "place, table transposed", "place, table transposed: the true one"
+NEIGHBOURS_EXCHANGED = "neighbour, rows and columns exchanged in the tower"
+OTHER_WINDOWS = "window, windows of other tokens"
 SIZES = ((56, 56), (112, 112), (168, 168), (56, 112), (112, 56), (84, 168), (168, 84), (70, 100), (140, 120))  # px
 GOALS = {  # kind of question -> minimum and maximum share of correct answers
     **dict.fromkeys(scenes.MEASURED, (0.99, 1.0)),
@@ -56,6 +58,10 @@ GOALS = {  # kind of question -> minimum and maximum share of correct answers
     MIRRORED: (0.95, 1.0),
     STILL_THERE: (0.0, 0.02),
     "place, table of zeros": (0.0, 0.2),
+    "neighbour": (0.9, 1.0),
+    NEIGHBOURS_EXCHANGED: (0.9, 1.0),
+    "window": (0.9, 1.0),
+    OTHER_WINDOWS: (0.9, 1.0),
     "color, other sizes": (0.95, 1.0),
     "motion, t reversed": (0.95, 1.0),
     "motion, EVS at 0.5": (0.98, 1.0),
@@ -117,7 +123,9 @@ def kinds_of(family: TinyFamily) -> list[str]:
     if family.reads_canvas:
         kinds += ["place, text positions", "place, slices exchanged on the canvas"]
     kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
-    kinds += ["color, other sizes"] if family.any_size else []
+    kinds += ["neighbour", NEIGHBOURS_EXCHANGED] if family.reads_neighbours else []
+    kinds += ["window", OTHER_WINDOWS] if family.reads_windows else []
+    kinds += ["color, other sizes"]
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
     kinds += list(EXCHANGES) if family.packing else []
@@ -144,6 +152,10 @@ def requests_for(
         MIRRORED: _table_transposed,
         STILL_THERE: _table_transposed,
         "place, table of zeros": _table_zeroed,
+        "neighbour": _relation,
+        NEIGHBOURS_EXCHANGED: _relation_changed,
+        "window": _relation,
+        OTHER_WINDOWS: _relation_changed,
         "color, other sizes": _resized,
         "place, one position": _one_position,
         "motion, t reversed": _reversed,
@@ -273,6 +285,26 @@ def _table_transposed(kind: str, split: str, index: int) -> Request | None:
 def _table_zeroed(kind: str, split: str, index: int) -> Request | None:
     request = _plain("place", split, index)
     return request and replace(request, replace={"position_table": torch.zeros_like})
+
+
+def _relation(kind: str, split: str, index: int) -> Request | None:
+    scene = scenes.draw_scene(split, index)
+    question = relations.draw_question(scene, relations.AS_IT_IS, kind, _rng(split, index))
+    return _request(index, question, media_of(scene)) if question.kind == kind else None
+
+
+def _relation_changed(kind: str, split: str, index: int) -> Request | None:
+    """Draw a question that has a different answer if the tower is told of other coordinates, or of other windows."""
+    request, scene = _relation(kind.split(",")[0], split, index), scenes.draw_scene(split, index)
+    seen = relations.TRANSPOSED if kind == NEIGHBOURS_EXCHANGED else relations.OTHER_WINDOWS
+    answer = request and relations.answer_to(request.question.text, scene, seen)
+    if answer is None or answer == request.question.answer:
+        return None
+    return replace(
+        request,
+        question=replace(request.question, answer=answer),
+        replace={"plan": lambda plans: [seen(plan) for plan in plans]},
+    )
 
 
 def _resized(kind: str, split: str, index: int) -> Request | None:

@@ -6,7 +6,7 @@ single objects need neither. There are two kinds that do:
 - "What is right of the red circle?" The answer is the object in the next cell, or "no object".
 - "What is with the red circle?" The answer is the only other object in its window.
 
-A family may read neighbours from rotary angles or from its position table (`TinyFamily.neighbours_by`).
+A tower with a position table should read neighbours from it, another one from rotary angles.
 """
 
 from dataclasses import dataclass, replace
@@ -40,14 +40,14 @@ class Arrangement:
         orders = [rng.permutation(CELLS) if rng.random() < EXCHANGED else np.arange(CELLS) for _ in range(2)]
         return cls(orders[0], orders[1] if family.reads_windows else np.arange(CELLS))
 
-    def shown(self, family: Any) -> dict:
-        """Return the arguments of `TinyModel.encode` that tell the tower so."""
-        if family.neighbours_by == "table":
-            return {"table": np.add.outer(4 * self.coordinates, range(4)).flatten().tolist()}
-        return {"change": self}
-
     def __call__(self, plan: Any) -> Any:
-        """Return the plan of images of 3 x 3 tokens with exchanged coordinates and windows."""
+        """Return the plan of images of 3 x 3 tokens with exchanged coordinates and windows.
+
+        If the tower has a position table, its vectors are exchanged instead of the rotary coordinates.
+        """
+        if hasattr(plan, "position_embeds"):
+            tokens = plan.position_embeds.unflatten(0, (-1, CELLS, 4))
+            return replace(plan, position_embeds=tokens[:, torch.as_tensor(self.coordinates)].flatten(0, 2))
         at, block = plan.window_index, len(plan.positions) // len(plan.window_index)
         order = torch.as_tensor(self.coordinates)
         members = torch.as_tensor(np.argsort(self.windows))  # the token that stands where each token stood
@@ -70,6 +70,8 @@ class Arrangement:
 
 
 AS_IT_IS = Arrangement(np.arange(CELLS), np.arange(CELLS))
+TRANSPOSED = replace(AS_IT_IS, coordinates=scenes.TRANSPOSED)
+OTHER_WINDOWS = replace(AS_IT_IS, windows=np.arange(CELLS)[::-1].copy())  # the tokens in reverse order
 
 
 def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:
@@ -86,6 +88,11 @@ def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:
             answer = f"a {name(others[0])}" if others else NOTHING
             found.append(scenes.Question("window", f"What is with the {name(thing)}?", answer))
     return found
+
+
+def answer_to(text: str, scene: scenes.Scene, seen: Arrangement) -> str | None:
+    """Return the answer to a question under a different arrangement; None if it has none there."""
+    return next((question.answer for question in questions(scene, seen) if question.text == text), None)
 
 
 def draw_question(scene: scenes.Scene, seen: Arrangement, kind: str, rng: np.random.Generator) -> scenes.Question:

@@ -62,8 +62,8 @@ class TinyFamily:
     reads_canvas: bool = False  # ... if places are given to whole slices
     reads_steps: bool = False  # ... and the time of each step in a video
     reads_table: bool = False  # whether the tower should read it from its position table instead
-    neighbours_by: str = ""  # from what the tower should know which tokens are next to each other: "rotary" or "table"
-    reads_windows: bool = False  # whether questions depend on which tokens share a window
+    reads_neighbours: bool = False  # whether answers depend on the coordinates of the tower's tokens; see `relations`
+    reads_windows: bool = False  # ... and on which tokens share a window
     spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length
     packing: int = 0  # the number of a video's frames that share tokens and have temporal ids; 0: none do
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`

@@ -127,7 +127,7 @@ class Learner(nn.Module):
             self.labels += (len(scenes.PLACES) + family.sliced,)
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
         self.patch_probe = nn.Linear(self.probe.in_features, PATCHES * sum(self.labels))
-        self.relation_sizes = relations.sizes(family) if family.neighbours_by else []
+        self.relation_sizes = relations.sizes(family) if family.reads_neighbours else []
         questions = sum(self.relation_sizes)
         self.relation_probe = nn.Linear(self.probe.in_features, questions) if questions else None
         is_told = family.packing or "change" in family.clips
@@ -587,9 +587,9 @@ class Trainer(run.Trainer):
             labels = torch.cat([labels.view(len(drawn), -1, 4), parts], 1).flatten(0, 1)
             told = [at_places(scene, scenes.places_of_slices(order)) for scene in drawn]
             return Drawn(told, pixels, labels, {"order": order.tolist()})
-        if sort == "picture" and family.neighbours_by and cells == (3, 3):
+        if sort == "picture" and family.reads_neighbours and cells == (3, 3):
             seen = relations.Arrangement.draw(rng, family)
-            return Drawn(drawn, pixels, labels, seen.shown(family), seen=seen)
+            return Drawn(drawn, pixels, labels, {"change": seen}, seen=seen)
         return Drawn(drawn, pixels, labels, {})
 
     def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
@@ -678,7 +678,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
             asked = [scenes.draw_questions(at_places(scene, scenes.TRANSPOSED), ["place"], rng) for scene in drawn]
             shown = {"table": np.add.outer(4 * scenes.TRANSPOSED, INNER_ORDERS[0]).flatten().tolist()}
             shares |= _measure(model, builder, drawn, pixels, asked, name=", table transposed", shown=shown)
-        if sort == "picture" and family.neighbours_by:
+        if sort == "picture" and family.reads_neighbours:
             shuffled = np.random.default_rng(count)
             for name, seen in {
                 "": relations.AS_IT_IS,
@@ -686,7 +686,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
             }.items():
                 kinds = relations.KINDS[: 1 + family.reads_windows]
                 asked = [[relations.draw_question(scene, seen, kind, rng) for kind in kinds] for scene in drawn]
-                shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown=seen.shown(family))
+                shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown={"change": seen})
         if sort == "picture":
             kinds = ["color", "shape", "place"]
             for height, width in SIZES_MEASURED:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from closeness import assert_agree
 from safetensors.torch import load_file
-from shipped import shipped
+from shipped import is_read_here, shipped
 
-from data.training import evaluate_tiny, run, scenes, train_relations, train_tiny
-from data.training.tiny_family import find_family
+from data.training import evaluate_tiny, relations, run, scenes, train_tiny
+from data.training.tiny_family import family_names, find_family
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 
 LEVEL = 1 / (255 * 0.5)  # of a pixel, as Qwen3-VL scales it: what two ways to resize an image may differ by
@@ -136,18 +136,36 @@ def place_of(token: int, cells: tuple[int, int]) -> int:
     return int((row + 0.5) * 3 / cells[0]) * 3 + int((column + 0.5) * 3 / cells[1])
 
 
-@pytest.mark.parametrize("cells", [(3, 3), (4, 4), (2, 5), (4, 3)], ids=str)
+CELLS = [(3, 3), (4, 4), (2, 5), (4, 3), (2, 2)]  # rows and columns of tokens
+
+
+@pytest.mark.parametrize("cells", CELLS, ids=str)
 def test_exchanged_vectors_tell_the_place_that_is_asked_for(cells):
-    """Oracle: where the token whose vectors a token gets has its middle. Patches of one token stay together."""
-    rng, seen = np.random.default_rng(0), set()
+    """Oracle: the place in which the middle of each patch lies. Of nine tokens, the patches stay together."""
+    rng, seen, (h, w) = np.random.default_rng(0), set(), cells
+    rows_and_columns = [(2 * r + i, 2 * c + j) for r in range(h) for c in range(w) for i in (0, 1) for j in (0, 1)]
+    places = [place_of(row * 2 * w + column, (2 * h, 2 * w)) for row, column in rows_and_columns]
     for _ in range(40):
         table, order = train_tiny.draw_table(cells, rng)
-        tokens = table.reshape(-1, 4) // 4
-        assert (tokens == tokens[:, :1]).all() and sorted(table) == list(range(4 * cells[0] * cells[1]))
-        told = [place_of(token, cells) for token in tokens[:, 0]]
-        assert told == [order[place_of(token, cells)] for token in range(len(told))]
+        assert sorted(table) == list(range(4 * h * w))
+        assert [places[patch] for patch in table] == [order[place] for place in places]
+        if cells == (3, 3):
+            tokens = table.reshape(-1, 4) // 4
+            assert (tokens == tokens[:, :1]).all()
         seen.add(tuple(table))
-    assert len(seen) > 5
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("cells", CELLS, ids=str)
+def test_exchanged_positions_tell_the_place_that_is_asked_for(cells):
+    """Oracle: the place in which the middle of each token lies. An axis of two tokens keeps its order."""
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(40):
+        tokens, order = train_tiny.draw_order(cells, rng)
+        assert sorted(tokens) == list(range(cells[0] * cells[1]))
+        assert [place_of(t, cells) for t in tokens] == [order[place_of(i, cells)] for i in range(len(tokens))]
+        seen.add(tuple(tokens))
+    assert len(seen) > {(2, 2): 1, (2, 5): 1}.get(cells, 3)
 
 
 def test_an_exchange_in_training_is_an_exchange_of_weights():
@@ -164,32 +182,46 @@ def test_an_exchange_in_training_is_an_exchange_of_weights():
     assert_agree(exchanged, wanted, ours.visual)
 
 
-@pytest.mark.parametrize(("height", "width"), [(56, 56), (112, 112), (168, 168), (168, 84), (70, 100)])
-def test_a_resized_scene_has_the_grid_of_the_pipeline(height, width):
-    """Oracle: the shipped processor, for images and for videos of six frames."""
-    model, scene = shipped("tiny-glm4v"), torch.zeros(1, 6, 84, 84, 3, dtype=torch.uint8)
-    for frames, name in ((1, "images"), (6, "videos")):
+@pytest.mark.parametrize("name", [name for name in family_names() if is_read_here(find_family(name).folder.name)])
+@pytest.mark.parametrize(("height", "width"), [(56, 56), (112, 112), (168, 168), (168, 84), (70, 98)])
+def test_a_resized_scene_has_the_layout_of_the_pipeline(name, height, width):
+    """Oracle: the shipped processor, for images, and for videos of six frames if the family resizes videos."""
+    family, scene = find_family(name), torch.zeros(1, 6, 84, 84, 3, dtype=torch.uint8)
+    model = shipped(family.folder.name)
+    for frames, argument in ((1, "images"), (6, "videos"))[: 1 if family.packing or not family.clips else 2]:
         own = train_tiny.resize(scene[:, :frames], (height, width))
-        ready = train_tiny.resize(own, TABLE.target_size(height, width, frames))
+        ready = train_tiny.resize(own, family.target_size(height, width, frames))
         shown = own[0, 0].numpy() if frames == 1 else own[0].numpy()
-        assert [TABLE.grid(ready.shape)] == model.trace("?", **{name: [shown]}, max_new_tokens=1).layouts
+        trace = model.trace("?", **{argument: [shown]}, max_new_tokens=1)
+        assert family.patchify(ready)[1] == trace.layouts
+        rows, columns = family.cells(ready.shape)
+        if not family.sliced and frames == 1:  # an overview has no place of its own
+            assert rows * columns == sum(span.num_tokens for span in trace.spans) - family.reads_canvas
 
 
-def test_labels_of_other_numbers_of_tokens():
-    """Oracle: the centre of each object, in tokens; near a side of a token the object counts for both."""
-    for index, cells in itertools.product(range(5), ((3, 3), (4, 4), (2, 5))):
-        scene, wanted = scenes.draw_scene("test", index), np.zeros((*cells, 3), int)
-        near = 0.0 if cells == (3, 3) else scenes.EDGE
-        for thing, row, column in itertools.product(scene.things, range(cells[0]), range(cells[1])):
-            x, y = (at * count / 84 for at, count in zip(thing.center, cells[::-1], strict=True))
-            if -near <= y - row < 1 + near and -near <= x - column < 1 + near:
-                wanted[row, column] = (
-                    1 + scenes.SHAPES.index(thing.shape),
-                    1 + list(scenes.COLORS).index(thing.color),
-                    0,
-                )
-        assert np.array_equal(scenes.cell_labels(scene, cells)[0], wanted.reshape(-1, 3))
-    assert {place_of(token, (3, 3)) for token in range(9)} == set(range(9))
+def test_labels_of_the_patches_of_other_numbers_of_tokens():
+    """Oracle: the centre of each object, in patches; near a side of a patch the object counts for both."""
+    for index, (h, w) in itertools.product(range(5), ((4, 4), (2, 5))):
+        scene, wanted = scenes.draw_scene("test", index), np.zeros((2 * h, 2 * w, 3), int)
+        for thing, row, column in itertools.product(scene.things, range(2 * h), range(2 * w)):
+            x, y = (at * count / 84 for at, count in zip(thing.center, (2 * w, 2 * h), strict=True))
+            if all(-scenes.EDGE <= at - patch < 1 + scenes.EDGE for at, patch in ((y, row), (x, column))):
+                wanted[row, column, :2] = 1 + scenes.SHAPES.index(thing.shape), 1 + [*scenes.COLORS].index(thing.color)
+        blocks = [wanted[2 * r : 2 * r + 2, 2 * c : 2 * c + 2].reshape(4, 3) for r in range(h) for c in range(w)]
+        labels = train_tiny.patch_labels([scene], (h, w))
+        assert np.array_equal(labels[..., :3], np.stack(blocks))
+        places = [[place_of((2 * r + i) * 2 * w + 2 * c + j, (2 * h, 2 * w)) for i in (0, 1) for j in (0, 1)]
+                  for r in range(h) for c in range(w)]  # fmt: skip
+        assert labels[..., 3].tolist() == places
+
+
+def test_every_number_of_tokens_is_equally_frequent():
+    """Oracle: `cells` of each listed size; 3 x 3 tokens need no list, because all other scenes have them."""
+    for family in (find_family("qwen2_5_vl"), find_family("glm4v"), find_family("minicpmv4_7")):
+        groups = train_tiny.sizes_of_cells(family, 1)
+        cells = [{family.cells((1, 1, *family.target_size(*size, 1), 3)) for size in group} for group in groups]
+        assert all(len(of_group) == 1 for of_group in cells) and len(set().union(*cells)) == len(groups) > 4
+        assert (3, 3) not in set().union(*cells)
 
 
 def test_sizes_are_within_their_limits():
@@ -211,21 +243,33 @@ def test_another_checkpoint_than_the_recipe_names_is_refused():
 def test_neighbours_and_windows_are_those_of_the_plan():
     """Oracle: the rows and columns in the changed plan itself, and which tokens its windows contain."""
     plan, rng = shipped("tiny-qwen2_5_vl").encoder.plan([(1, 6, 6)] * 2), np.random.default_rng(0)
-    same = train_relations.AS_IT_IS(plan)
+    same = relations.AS_IT_IS(plan)
     assert all(getattr(same, x).equal(getattr(plan, x)) for x in ("positions", "window_index", "reverse_index"))
     for _ in range(10):
-        seen = train_relations.Arrangement(rng.permutation(9), rng.permutation(9))
+        seen = relations.Arrangement(rng.permutation(9), rng.permutation(9))
         changed = seen(plan)
         patches = changed.positions.unflatten(0, (-1, 4))[changed.reverse_index].unflatten(0, (2, 9))
         assert patches[0].equal(patches[1]) and (patches // 2 == patches[..., :1, :] // 2).all()
         places, ends = (patches[0, :, 0] // 2).tolist(), (changed.cu_window_seqlens // 4).tolist()
         windows = [set(changed.window_index[first:last].tolist()) for first, last in itertools.pairwise(ends)]
         for cell, (row, column) in enumerate(places):
-            for way, (down, right) in train_relations.WAYS.items():
+            for way, (down, right) in relations.WAYS.items():
                 there = [row + down, column + right]
                 wanted = places.index(there) if there in places else None
                 assert seen.neighbour(cell, way) == wanted
             assert [set(seen.others(cell)) | {cell}] == [window for window in windows if cell in window]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_vl", "tiny-glm4v"])
+def test_neighbours_by_the_table_are_those_of_its_vectors(name):
+    """Oracle: the vectors themselves, token by token: token i gets those of the token whose place it takes."""
+    plan = shipped(name).encoder.plan([(1, 6, 6)] * 2)
+    seen = relations.Arrangement(np.random.default_rng(0).permutation(9), np.arange(9))
+    changed = seen(plan)
+    before, after = (x.position_embeds.unflatten(0, (2, 9, 4)) for x in (plan, changed))
+    for cell, other in enumerate(seen.coordinates):
+        assert after[:, cell].equal(before[:, other]) and not after[:, cell].equal(before[:, (other + 1) % 9])
+    assert changed.positions.equal(plan.positions)
 
 
 def test_relations_are_asked_and_labelled_alike():
@@ -233,17 +277,17 @@ def test_relations_are_asked_and_labelled_alike():
     rng, asked = np.random.default_rng(0), set()
     for index in range(20):
         scene = scenes.draw_scene("test", index)
-        seen = train_relations.Arrangement(rng.permutation(9), rng.permutation(9))
-        names, others = train_relations.labels_of(scene, seen)
-        for question in train_relations.questions(scene, seen):
+        seen = relations.Arrangement(rng.permutation(9), rng.permutation(9))
+        names, others = (labels.numpy() for labels in relations.labels_of([scene], seen))
+        for question in relations.questions(scene, seen):
             [thing] = [t for t in scene.things if f"the {t.color} {t.shape}?" in question.text]
             if question.kind == "neighbour":
-                [i] = [i for i, way in enumerate(train_relations.WAYS) if f" {way} " in question.text]
+                [i] = [i for i, way in enumerate(relations.WAYS) if f" {way} " in question.text]
                 shape, color = names[thing.place, i]
                 words = (*scenes.COLORS,)[color - 1], scenes.SHAPES[shape - 1]
-                assert question.answer == (f"a {words[0]} {words[1]}" if shape else train_relations.NOTHING)
+                assert question.answer == (f"a {words[0]} {words[1]}" if shape else relations.NOTHING)
             else:
                 here = [(*scenes.SHAPES, *scenes.COLORS)[i] for i in np.flatnonzero(others[thing.place])]
                 assert all(word in question.answer for word in here) and len(here) in (0, 2)
-            asked.add((question.kind, question.answer == train_relations.NOTHING))
+            asked.add((question.kind, question.answer == relations.NOTHING))
     assert len(asked) == 4
