@@ -116,7 +116,7 @@ export default explorer(view => {
       pen.textBaseline = "middle"; pen.font = "bold 28px sans-serif";
       pen.fillStyle = view.colors[wrong() ? "highlight_text" : "ink"]; pen.fillText(view.row.answer, 0, 26, width);
       const after = pen.measureText(view.row.answer).width + 16; pen.font = "14px sans-serif"; pen.textAlign = "left";
-      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect: with all features, "${asked().answers[0]}"`, after, 28, width - after); }
+      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect; with all features, it is "${asked().answers[0]}"`, after, 28, width - after); }
       asked().words.forEach((word, i) => {
         const y = 62 + i * 34, part = view.ease(`chance ${i}`, view.row.chances[i]);
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(word.slice(0, 10), 0, y + 12);

@@ -77,7 +77,7 @@ export default explorer(view => {
   const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // line styles of the words, because colours have other meanings
   view.canvas({
     name: () => clip().words.length
-      ? `the model says "${view.row.answer}". Curves: the probability of each first word at every q. Now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
+      ? `the model says "${view.row.answer}". Curves: the probabilities of the first word at every q. Now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
         (clip().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : "")
       : "no answer: pass a model to viz.explore_evs",
     size: () => [WIDE(), clip().words.length ? CHART() : 1],

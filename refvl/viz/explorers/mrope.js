@@ -104,7 +104,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: () => (view.item < 0 ? "choose a rotary pair below" : `rotary pair ${view.item}: the angles of query and key`),
-    caption: () => "One rotary pair. Thin line: its angle in the query. Thick line: its angle in the key. Wedge: the difference. Choose another pair below",
+    caption: () => "One rotary pair. Thin line: its angle in the query. Thick line: its angle in the key. Wedge: the difference. Choose a different pair below",
     size: () => [wide(), wide() < 560 ? 150 : 180],
     draw(pen, width, BIG) {
       if (view.item < 0) return;

@@ -46,7 +46,7 @@ export default explorer(view => {
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
   const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${several(tokens().length, "image")} in order of arrival, with the number of tokens; the area is proportional to it`,
+    name: () => `${several(tokens().length, "image")} in order of arrival; number and area: the tokens of each`,
     size: () => [across() * (SIDE() + 8), Math.ceil(view.shared.most / across()) * (SIDE() + 18)],
     at: (x, y) => Math.floor(y / (SIDE() + 18)) * across() + Math.floor(x / (SIDE() + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),

@@ -62,7 +62,7 @@ class PackingExplorer(Explorer):
         most = max(map(len, self.arrivals.values()))
         controls = [
             Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
-            Control("graphs", "graphs captured", captured),
+            Control("graphs", "captured graphs", captured),
             Control("arrived", "images so far", range(1, most + 1), kind="player", plays="add images"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]

@@ -86,7 +86,7 @@ export default explorer(view => {
   if (!windowed) return parts;
 
   view.canvas({
-    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
+    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second line)",
     caption: () => "The new order loses no location: each patch carries its row (first line) and its column (second line) as angles of rotary pairs",
     size: () => [W(), 56],
     draw(pen, width) {

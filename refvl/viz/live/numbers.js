@@ -77,7 +77,7 @@ export const NUMBERS = [
       ...pairs.map(j => {
         const angle = at[S.axes[j]] * S.frequencies[j];
         return [`pair ${j + 1}, rotated by ${"thw"[S.axes[j]]}`,
-          `α = ${at[S.axes[j]]} · 5^(−${j}/16) = ${two(angle)}, ${Math.round(angle * 180 / Math.PI) % 360}° of a circle`];
+          `α = ${at[S.axes[j]]} · 5^(−${j}/16) = ${two(angle)} rad, or ${Math.round(angle * 180 / Math.PI) % 360}° modulo 360°`];
       }),
     ];
   },

@@ -8,7 +8,7 @@ export const thing = (shape, color, place) => { const [x, y] = centre(place); re
 export const SWITCHES = {
   bgr: { chapter: 1, name: "Swap red and blue", what: "the channels arrive in the wrong order",
     said: "red and blue swapped" },
-  raw: { chapter: 1, name: "Forget mean and standard deviation", what: "values from 0 to 1 are used as they are",
+  raw: { chapter: 1, name: "Skip the normalisation", what: "values from 0 to 1 are used as they are",
     said: "not normalised" },
   stale: { chapter: 1, name: "Forget to refill a buffer", what: "it still holds the rows of the previous scene",
     said: "a stale buffer", only: "picture" },
