@@ -34,7 +34,9 @@ class AttentionExplorer(WatchedExplorer):
         "The prompt consists of tokens, which are pieces of text or of the image. In each layer of the model, every "
         "head divides its attention among the earlier tokens."
     )
-    action = "Choose a different head in the small maps: most heads ignore the circle. Then choose a different question."
+    action = (
+        "Choose a different head in the small maps: most heads ignore the circle. Then choose a different question."
+    )
     takeaway = "A few heads find the object in question; most heads look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
