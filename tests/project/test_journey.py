@@ -368,7 +368,7 @@ def test_a_page_loads_nothing_and_says_what_it_shows(name):
         ("minicpmv", ["Slice 1 of 5, 4 x 4 patches", "cosines of the angles"]),
         ("step3", ["patches in row order, 16 per line", "Heat map of embeddings of item 1"]),
         ("clip", ["6 of the 6 sampled frames", "window_index: the index"]),
-        ("clip_pruned", ["Tokens kept of video 1", "6 of the 6 sampled frames"]),
+        ("clip_pruned", ["Tokens of video 1 kept per step", "6 of the 6 sampled frames"]),
     ],
 )
 def test_each_family_has_its_pictures(name, shown):
