@@ -317,7 +317,8 @@ def index_page(paths: list[Path], made: dict[str, Any]) -> str:
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {f"notebooks/{stem}.html": title_of(notebook) for stem, notebook in notebooks.items()}
     titles |= {f"explorers/{name}.html": explorer.title for name, explorer in made.items()}
-    titles |= {"live.html": "Paint a scene, ask, follow it", "reference.html": "API reference"}
+    titles |= {"live.html": "Paint a scene, ask about it, and follow your image to the word"}
+    titles |= {"reference.html": "API reference"}
     titles |= {f"journeys/{name}.html": f"{TITLE}: {asked.name}" for name, asked in SHIPPED.items()}
     minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()} | {
         "live.html": 8
@@ -356,7 +357,7 @@ def live_item() -> str:
     names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
     return (
         f'<div class=live><a href="live.html">{still}</a><div>'
-        '<h2><a href="live.html">Paint a scene, ask, follow it</a></h2>'
+        '<h2><a href="live.html">Paint a scene, ask about it, and follow your image to the word</a></h2>'
         "<p>A model runs in the page. Follow your image to its word, and break what is on the way: the answer changes "
         f"before your eyes.</p><p><small>8 minutes, ten chapters; {names}</small></p></div></div>"
     )

@@ -171,7 +171,7 @@ def positions(explorer, state: tuple) -> dict:
                 factor = 2.0 * int(span.t_factor / 2)
             thw = [(t, h, w) for t in range(span.t) for h in range(span.h) for w in range(span.w)]
             rows[which] += [(follows + int(t * factor), follows + h, follows + w) for t, h, w in thw]
-            costs = {"larger side": max(span.h, span.w), "its width": span.w}
+            costs = {"uses max(h, w)": max(span.h, span.w), "uses w positions": span.w}
             cost = next((cost for part, cost in costs.items() if part in rule), None)
             follows += max(int((span.t - 1) * factor) + 1, span.h, span.w) if cost is None else cost
             token += span.num_tokens

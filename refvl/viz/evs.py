@@ -53,7 +53,7 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
     width = min(1.6, 12 / t)
     height = width * _ratio(frames, merged_thw) * h / w + 0.3
     counts = ", ".join(f"{name} {int(keep_M.sum())}" for name, keep_M in masks.items())
-    label = f"Which of {t * h * w} tokens each rule keeps in the {t} frames of a video: {counts}."
+    label = f"Tokens that each rule keeps, out of {t * h * w} in {t} frames of a video: {counts}."
     axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3), label)
     for row, (name, keep_M) in zip(axes, masks.items(), strict=True):
         plot_keep_mask(frames, keep_M, merged_thw, ax=row)
@@ -121,7 +121,7 @@ def plot_dissimilarity(
         panel.set_title(f"step {i}", fontsize=9)
     if t > 1:
         axes[0].figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01)
-    axes[0].figure.suptitle(title or "dissimilarity to the frame before", fontsize=11)
+    axes[0].figure.suptitle(title or "dissimilarity to the previous frame", fontsize=11)
     return axes
 
 
@@ -135,11 +135,11 @@ def plot_pruned_positions(
     axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
     pruned_3K, delta = restrict_positions(positions_3L, keep_L)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), keep_L.cumsum(0)]).tolist()  # kept tokens before each token
-    plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens, the dropped hatched", ax=axes[0])
+    plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens; hatched: dropped", ax=axes[0])
     for index in (~keep_L).nonzero().flatten().tolist():
         axes[0].axvspan(index - 0.5, index + 0.5, **UNUSED)
     rate = "" if q is None else f" at q = {q:g}"
-    title = f"kept{rate}: {pruned_3K.shape[1]} tokens at the positions they had, delta {delta}"
+    title = f"kept{rate}: {pruned_3K.shape[1]} tokens at their original positions, delta {delta}"
     plot_positions(pruned_3K, title=title, ax=axes[1])
     for span in spans:
         shade_tokens(axes[1], before[span.offset], before[span.offset + span.num_tokens], kind_of(span))

@@ -195,7 +195,7 @@ def explore_packing(
     """
     from refvl.viz.explorers.packing import PackingExplorer
 
-    arrivals = arrivals if isinstance(arrivals, Mapping) else {"these images": arrivals}
+    arrivals = arrivals if isinstance(arrivals, Mapping) else {"as given": arrivals}
     return PackingExplorer(arrivals, budgets, max_items=max_items)
 
 

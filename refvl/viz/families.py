@@ -26,7 +26,7 @@ FAMILY_KEYS = {  # in THEMES
 }  # fmt: skip
 FAMILY_MARKS = {"Qwen2.5-VL": "o", "Qwen3-VL": "D", "GLM-4.1V": "^", "MiniCPM-V 4.5": "s", "Step3-VL": "v"}
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
-RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "time to the first token, at least"}
+RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "minimum time to the first token"}
 
 
 class Counts(Protocol):
@@ -52,7 +52,7 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
     for offset, counts, alpha in ((-0.2, patches, 0.35), (0.2, tokens, 1.0)):
         bars = ax.bar(places + offset, counts, 0.4, color=colors, alpha=alpha)
         ax.bar_label(bars, [f"{n:,}" for n in counts], fontsize=8, padding=2)
-    names = [f"{name}\n{p / t:.3g} patches a token" for name, p, t in zip(plans, patches, tokens, strict=True)]
+    names = [f"{name}\n{p / t:.3g} patches per token" for name, p, t in zip(plans, patches, tokens, strict=True)]
     ax.set_xticks(places, names, fontsize=9)
     ax.set(yscale="log", ylabel="patches (pale), tokens", ylim=(min(tokens) / 2, max(patches) * 2.5), title=title)
     ax.spines[["top", "right"]].set_visible(False)
@@ -138,9 +138,9 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
         ax.add_patch(Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, **{"facecolor": color, "linewidth": 0} | frame))
         ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink_on(color), zorder=3)
     ax.set_xticks(range(len(kinds)), [f"{kind}\n(chance {chance:.0%})" for kind, chance in kinds.items()], fontsize=8)
-    ax.set_yticks(range(len(lines)), [line or "as it is" for line in lines], fontsize=8)
+    ax.set_yticks(range(len(lines)), [line or "unchanged" for line in lines], fontsize=8)
     ax.set(xlim=(-0.5, len(kinds) - 0.5), ylim=(len(lines) - 0.5, -0.5), title=f"{rows[0]['model']}, correct answers")
-    ax.set(xlabel="question", ylabel="what was changed")
+    ax.set(xlabel="question", ylabel="removed mechanism")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return ax

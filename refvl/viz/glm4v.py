@@ -46,7 +46,7 @@ def plot_position_table(
         _show_cells(row[0], image, (h, w), round(len(table_PE) ** 0.5))
         for panel, mode in zip(row[1:], ("bicubic", "nearest"), strict=True):
             read_N = interpolate_position_table(values_P1, [(1, h, w)], mode=mode)[:, 0]
-            plot_patch_values(read_N, (h, w), size=image.size, limits=limits, title=f"read {mode}", ax=panel)
+            plot_patch_values(read_N, (h, w), size=image.size, limits=limits, title=f"{mode} sampling", ax=panel)
     axes[0, 0].figure.colorbar(axes[0, 1].images[0], ax=axes[:, 1:], label=f"channel {channel}", shrink=0.7)
     return axes
 
@@ -105,7 +105,7 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
     ax.set(xlabel="time in the video (s)", ylim=(-len(variants) + 0.1, 0.8))
-    ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: sampled frames and written timestamps")
+    ax.set_title(f"a video of {duration:g} s at {fps:g} frames per second: sampled frames and written timestamps")
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
 
@@ -173,7 +173,7 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
     ax.set_yticks([row + 0.45 for row in range(len(starts))], [f"step {row}" for row in range(len(starts))])
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_visible(False)
-    counted = f"{kept} of {total} video tokens"
+    counted = f"{kept} of {total} video tokens kept"
     ax.set_title(f"{title}: {counted}" if title else counted, fontsize=11)
     return ax
 

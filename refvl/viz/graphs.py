@@ -28,9 +28,9 @@ from refvl.viz.windows import sequence_colors
 _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
 _WAYS = {  # columns of a measurement
     "eager": "eager",
-    "planned": "eager, plan at hand",
-    "doubling": "replay, budgets that double",
-    "fitted": "replay, budgets that fit",
+    "planned": "eager, existing plan",
+    "doubling": "replay, doubling budgets",
+    "fitted": "replay, fitted budgets",
 }
 
 
@@ -158,7 +158,7 @@ def plot_packing(
 
 def _row_report(batch: Batch, tokens: int) -> str:
     if batch.budget is None:
-        return f"{tokens} tokens, fits no graph"
+        return f"{tokens} tokens, too large for a graph"
     return f"{tokens} tokens, {1 - tokens / batch.budget:.0%} padding"
 
 

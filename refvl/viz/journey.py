@@ -41,18 +41,18 @@ style-src 'unsafe-inline'; img-src data:"><link rel="icon" href="data:,">
 TOP = """<header id="top">{back}<h1>{title}</h1>{menu}
 {picture}<p class="asked">{question}</p><p class="answer">{model} answers: <b>{answer}</b></p>
 <p>This is the code that ran for that answer: every function, in the order in which the run first entered it. The page
-was made by that run.</p>
+was generated from that run.</p>
 <ul class="legend"><li class="l ran"><span class="n">12</span><span class="c">a line that ran</span></li>
 <li class="l"><span class="n">13</span><span class="c">a line that did not run</span></li>
-<li><span class="summary">6 lines check</span> lines that only check, folded</li>
+<li><span class="summary">6 lines check</span> lines that only check something, folded</li>
 <li><span class="call">7 name</span> function 7 is first entered from here</li></ul>
 <p class="keys"><button type="button" id="unfold" aria-pressed="false" hidden>Unfold all checks</button>
-<span>The keys <kbd>←</kbd> and <kbd>→</kbd> go from stage to stage.</span></p>
+<span>The keys <kbd>←</kbd> and <kbd>→</kbd> move from stage to stage.</span></p>
 <dl class="numbers">{numbers}</dl>
 {way}</header>"""
 SAID = (  # the labels of `Numbers`
-    "functions entered", "changes of file from one function to the next", "files", "lines of code in these functions",
-    "of these lines only check", "lines of code in these files",
+    "functions entered", "jumps to a different file", "files", "lines of code in these functions",
+    "of these, lines that only check something", "lines of code in these files",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ SHIPPED = {
         "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
     ),
     "clip": Asked("Qwen2.5-VL, a video", "tiny-qwen2_5_vl", _WAY, _CLIP),
-    "clip_pruned": Asked("Qwen2.5-VL, half of a video", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
+    "clip_pruned": Asked("Qwen2.5-VL, a video pruned by half", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
 }
 
 
@@ -176,12 +176,13 @@ def _way(journey: Journey) -> str:
         name = f"<title>{i} {html.escape(function.name)}</title>"
         dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{min(3, at.step * 0.45):.1f}">{name}</circle>'
         parts.append(f'<a href="#f{i}" tabindex="-1">{dot}</a>')
-    label = f"{count} functions in {len(at.files)} files, with {journey.numbers.file_changes} changes of file"
+    label = f"{count} functions in {len(at.files)} files, with {journey.numbers.file_changes} jumps between files"
     return (
-        f'<figure class="way"><div tabindex="0" role="group" aria-label="The way through the files">'
+        f'<figure class="way"><div tabindex="0" role="group" aria-label="The path through the files">'
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
         f'height="{height}">{"".join(parts)}</svg></div>'
-        "<figcaption>The way through the files: each point is a function, the numbers are stages.</figcaption></figure>"
+        "<figcaption>The path through the files. Each point is a function; the numbers are stages.</figcaption>"
+        "</figure>"
     )
 
 
@@ -232,9 +233,9 @@ def _facts(journey: Journey, function: Function, files: str) -> str:
     caller = journey.number_of(function.caller)
     if caller is not None and function.caller is not None:
         name = html.escape(journey.functions[caller].name)
-        facts.append(f'from <a href="#f{caller + 1}">{caller + 1} {name}</a>, line {function.caller[1]}')
+        facts.append(f'first called from <a href="#f{caller + 1}">{caller + 1} {name}</a>, line {function.caller[1]}')
     if function.calls > 1:
-        facts.append(f"{function.calls} times")
+        facts.append(f"entered {function.calls} times")
     return ", ".join(facts)
 
 

@@ -47,7 +47,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
     """Draw the image at the size at which it is cut: all slices together."""
-    size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
+    size, title = f"{image.width} x {image.height} px", "no slices: the overview shows the whole image"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
         title = f"{columns} x {rows} slices of {width} x {height} px = "

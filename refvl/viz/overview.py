@@ -27,7 +27,7 @@ def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 11
     left, right = pictures.subplots(1, 2)
     budget = with_token_budget(config, tokens)
     plot_patches(photo, budget, numbers=False, ax=left)
-    left.set_title("1. patchify: patches, folded into blocks of 2 x 2")
+    left.set_title("1. patchify: patches, grouped into blocks of 2 x 2")
     plot_windows(photo, budget, ax=right)
     right.set_title("2. encode: attention inside windows, in this order")
     frames, lines = below.subfigures(1, 2, squeeze=False, width_ratios=(2, 1)).flat
@@ -39,6 +39,6 @@ def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 11
     mask = mask.reshape(t, h * w)[:shown].flatten()
     panels = frames.subplots(1, shown)
     plot_keep_mask(video.frames[: shown * len(video.frames) // t], mask, (shown, h, w), ax=panels)
-    frames.suptitle("3. prune: keep what changed since the frame before", fontsize=12)
-    plot_positions(clip.positions, title="4. positions: three for every token kept", ax=lines.subplots())
+    frames.suptitle("3. prune: keep what changed since the previous frame", fontsize=12)
+    plot_positions(clip.positions, title="4. positions: three for every kept token", ax=lines.subplots())
     return figure

@@ -74,7 +74,7 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
         left += count
     ax.set_yticks([0, 1.1], ["gathered", "returned"])
     ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, max(total, ax.get_xlim()[1])), ylim=(1.6, -0.75))
-    report = f"{total} rows sent for {sum(tokens)}, {1 - sum(tokens) / total:.0%} padding"
+    report = f"{total} rows sent for {sum(tokens)} tokens, {1 - sum(tokens) / total:.0%} padding"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

@@ -89,9 +89,9 @@ def _medium(medium: Any, number: int) -> str:
         count = len(medium.frames)
         shown = spread(count, SHOWN_FRAMES)
         frames = np.stack([small(Image.fromarray(medium.frames[i]), 160) for i in shown])
-        alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, in their order"
+        alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, in order"
         numbers = ", ".join(map(str, medium.indices[:12])) + ", ..." * (len(medium.indices) > 12)
-        caption = f"<b>frames</b> {medium.frames.shape} uint8; taken from the file: {numbers}"
+        caption = f"<b>frames</b> {medium.frames.shape} uint8; numbers in the file: {numbers}"
         return figure(picture(mosaic(frames, 3, gap=4), alt, width=WIDE), caption)
     alt = f"Image {number + 1} as it was decoded, {medium.width} x {medium.height} pixels"
     caption = f"<b>image</b> {medium.width} x {medium.height} pixels, RGB"
@@ -105,20 +105,20 @@ def _patches(item: Any) -> Iterator[str]:
     tiles = as_tiles(rows)
     if tiles is not None and is_grid(item.layout):
         step = " of the first step" * (item.layout[0] > 1)
-        yield figure(_cut(tiles, item), f"{layout}; each patch{step} has the number of its row")
-        yield figure(_in_order(tiles, 12), "the same rows in their order")
+        yield figure(_cut(tiles, item), f"{layout}; each patch{step} is labelled with the number of its row")
+        yield figure(_in_order(tiles, 12), "the same patches in row order")
     elif tiles is not None and hasattr(item.layout[0], "slices"):
         sizes = [size for group in item.layout for size in group.slices]
-        yield figure(_slices(tiles, sizes), f"{layout}; rows go slice by slice, line by line")
+        yield figure(_slices(tiles, sizes), f"{layout}; rows are ordered slice by slice, line by line")
     elif tiles is not None:
-        yield figure(_in_order(tiles, 16), f"{layout}; rows in their order")
+        yield figure(_in_order(tiles, 16), f"{layout}; patches in row order")
     yield tensor_figure("pixel_values", rows)
 
 
 def _in_order(tiles: np.ndarray, across: int) -> str:
     """Return patches in the order of the rows."""
     shown = tiles[:SHOWN_TILES]
-    alt = f"The first {len(shown)} of {len(tiles)} patches in the order of the rows, {across} to a line"
+    alt = f"The first {len(shown)} of {len(tiles)} patches in row order, {across} per line"
     return picture(mosaic(shown, across), alt, width=WIDE)
 
 
@@ -177,7 +177,7 @@ def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]
 def _angles(positions_N2: Tensor, frequencies: Tensor) -> str:
     """Return the angle by which each position rotates each rotary pair."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)
-    note = f"cosines of the angles, positions times frequencies {tuple(angles.shape)}: a line for each position"
+    note = f"cosines of the angles (positions times frequencies), {tuple(angles.shape)}; one line per position"
     return figure(heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
 
 
@@ -210,7 +210,7 @@ def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> 
             place = f'transform="translate({left + x * side:.1f} {y * side})"'
             parts.append(f'<rect {place} width="{side}" height="{side}"/><path {place} d="M8 8l10 10m0-10l-10 10"/>')
     counts = ", ".join(f"{int(grid[step].sum())}" for step in shown)
-    label = f"Tokens kept of video {number + 1}, {h * w} to a step: {counts}"
+    label = f"Tokens of video {number + 1} kept per step, out of {h * w}: {counts}"
     return svg("kept", label, int((len(shown) * (w + 0.4) - 0.4) * side), h * side, "".join(parts))
 
 
@@ -282,8 +282,8 @@ def _positions(run: Any) -> str:
     parts += [plot.text(plot.left - 4, plot.y(value), "end", str(value)) for value in (0, plot.high)]
     parts += [plot.text(plot.x(0), bottom + 16, "start", "token 0")]
     parts += [plot.text(plot.x(right), bottom + 16, "end", f"token {right}")] * (right > 0)
-    label = f"Positions of {plot.tokens} tokens: t, h and w go from 0 to {plot.high}; tokens of media are shaded"
-    note = f"generated tokens continue at {plot.tokens} + delta, delta {run.delta}"
+    label = f"Positions of {plot.tokens} tokens: t, h and w range from 0 to {plot.high}; media tokens are shaded"
+    note = f"generated tokens continue at position {plot.tokens} + delta, with delta {run.delta}"
     drawn = svg("positions", label, WIDE, plot.height + 52, "".join(parts))
     return figure(drawn, f"<b>positions</b> {tuple(positions.shape)}; {note}")
 
@@ -297,7 +297,7 @@ def _scores(journey: Journey) -> str:
         f'<td class="bar"><span style="width:{max(share, 0.005):.1%}"></span></td></tr>'
         for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     )
-    caption = f"<b>scores</b> ({len(shares)},); {in_numbers(journey.scores[0])}; above, the best as probabilities"
+    caption = f"<b>scores</b> ({len(shares)},); {in_numbers(journey.scores[0])}; above: the most likely tokens"
     return figure(f'<table><tr><th>first token</th><th colspan="2">probability</th></tr>{lines}</table>', caption)
 
 

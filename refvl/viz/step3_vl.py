@@ -163,6 +163,6 @@ def _timeline_report(batches: Sequence[Batch]) -> str:
     replays = [batch for batch in batches if batch.budget is not None]
     computed, eager = sum(batch.budget or 0 for batch in replays), len(batches) - len(replays)
     report = (
-        f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {padding_waste(batches):.0%} padding"
+        f"{len(replays)} replay{'s' * (len(replays) != 1)} with {computed} tokens, {padding_waste(batches):.0%} padding"
     )
     return report + f", {eager} eager" * bool(eager)

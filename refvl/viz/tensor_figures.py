@@ -42,7 +42,7 @@ def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] =
         return figure("", caption)
     if is_permutation(x):
         drawn = _order(x, name, merged)
-        return figure(drawn, caption + "; in each cell the token's place" * drawn.startswith("<svg"))
+        return figure(drawn, caption + "; each cell shows its token's index in this order" * drawn.startswith("<svg"))
     if _is_whole(x) and x[0] == 0 and bool((x.diff() > 0).all()):
         return figure(_segments(x, name), caption)
     flat = x[None] if x.ndim == 1 else x.flatten(1)
@@ -88,7 +88,7 @@ def _segments(lengths: Tensor, name: str) -> str:
     """Draw (segments + 1,) cumulative lengths as boxes."""
     edges = lengths.tolist()
     if len(edges) > 200:
-        return heat(lengths[None].float(), f"{name}: {len(edges) - 1} segments, cumulative")
+        return heat(lengths[None].float(), f"{name}: cumulative lengths of {len(edges) - 1} segments")
     scale, height = WIDE / edges[-1], 22
     boxes = []
     for start, stop in pairwise(edges):
@@ -106,7 +106,7 @@ def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> 
     places = invert_permutation(order.long())
     fits = [thw for thw in merged if thw[0] * thw[1] * thw[2] == len(order)]
     if not fits or len(order) > 4 * NUMBERED:
-        return heat(places[None].float(), f"{name}: the index of each of {len(order)} rows in the order")
+        return heat(places[None].float(), f"{name}: the index of each of {len(order)} rows in this order")
     t, h, w = fits[0]
     frames, side = min(t, SHOWN_FRAMES), 26
     grid = places.view(t, h, w)[:frames]
@@ -117,7 +117,7 @@ def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> 
         cells.append(f'<rect x="{left}" y="{top}" width="{side - 1}" height="{side - 1}" fill="{colors[place]}"/>')
         ink = ink_on(colors[place])
         cells.append(f'<text x="{left + side / 2}" y="{top + side / 2}" fill="{ink}">{place}</text>')
-    label = f"{name}: the index of each token of a {t} x {h} x {w} grid in the order; {in_words(grid[0])}"
+    label = f"{name}: the index of each token of a {t} x {h} x {w} grid in this order; {in_words(grid[0])}"
     return svg("order", label, int((frames * (w + 0.5) - 0.5) * side), h * side, "".join(cells))
 
 

@@ -81,10 +81,10 @@ def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
             rate = row["operations"] / min(row[way]["ms"] for way in ways) / 1e6
             label = f"{row['tower']}, {row['px']} px" if dtype == "float32" else None
             ax.plot(row["operations"] / moved, rate, marker, color=color, ms=6, ls="", label=label)
-    ax.set(xlabel="operations per byte that kernels read and write", ylabel="10⁹ operations per second")
+    ax.set(xlabel="operations per byte that kernels read or write", ylabel="10⁹ operations per second")
     ax.yaxis.set_major_formatter(LogFormatter())
     ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # as numbers, without powers of ten
-    ax.set_title(f"towers under the roof of {measured['device']}, one thread")
+    ax.set_title(f"towers below the roofline of {measured['device']}, one thread")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     ax.grid(alpha=0.25)
     return ax
@@ -101,7 +101,7 @@ def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Ax
     ax.bar(places - width / 2, products, width, color=STAGE_COLORS[0], label="device: matmuls, attention")
     ax.bar(
         places - width / 2, traffic, width, bottom=products, color=STAGE_COLORS[0], alpha=0.4,
-        label="device: traffic of all other kernels",
+        label="device: memory traffic of all other kernels",
     )  # fmt: skip
     ax.bar(places + width / 2, launches, width, color=STAGE_COLORS[1], label="host: launches of an eager run")
     ax.set_xticks(places, [f"{row['px']} px" for row in rows])

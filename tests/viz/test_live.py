@@ -162,7 +162,7 @@ def test_two_hundred_answers_are_refvls(checkpoint, tmp_path):
 
 
 def test_breaks_change_what_they_say(tmp_path):
-    """Exchanged h and w: the transposed place. Reversed t: the opposite way. No image: no object. Oracle: the scene."""
+    """Swapped h and w: the transposed place. Reversed t: the opposite way. No image: no object. Oracle: the scene."""
     scene = next(s for i in range(99) if (s := scenes.draw_scene("test", i)).things[0].place in (1, 2, 3, 5, 6, 7))
     thing, place = scene.things[0], scene.things[0].place
     job = {

@@ -19,7 +19,7 @@ def test_costs_sum_the_media_of_a_family():
     heights = [bar.get_height() for bar in ax.patches]
     assert heights == [160, 320, 480, 640, 800, 20, 20, 20, 20, 20]
     assert [label.get_text().split("\n")[1] for label in ax.get_xticklabels()] == [
-        f"{n} patches a token" for n in (8, 16, 24, 32, 40)
+        f"{n} patches per token" for n in (8, 16, 24, 32, 40)
     ]
     assert ax.get_title() == "a title" and ax.get_yscale() == "log"
 
@@ -66,5 +66,5 @@ def test_ablations_frame_what_is_needed():
     ax = viz.plot_ablations(rows)
     assert [text.get_text() for text in ax.texts] == ["99%", "12%", "100%"]
     assert [patch.get_linewidth() > 0 for patch in ax.patches] == [False, True, False]
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["as it is", "table of zeros"]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["unchanged", "table of zeros"]
     assert ax.get_title() == "tiny-x, correct answers" and ax.get_xticklabels()[0].get_text() == "place\n(chance 25%)"

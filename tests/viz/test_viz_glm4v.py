@@ -75,4 +75,4 @@ def test_clip_prompt_has_a_box_per_token_and_fades_what_is_pruned():
     boxes = [to_hex(box.get_facecolor()) for box in ax.patches]
     assert boxes == [text, video, video, text, HIGHLIGHT, text, PRUNED, PRUNED, text, HIGHLIGHT, HIGHLIGHT]
     assert [t.get_text() for t in ax.texts] == ["[", "", "", "]", "0", "[", "", "", "]", "1", "0"]
-    assert ax.get_title() == "q = 0.5: 2 of 4 video tokens"
+    assert ax.get_title() == "q = 0.5: 2 of 4 video tokens kept"

@@ -92,7 +92,7 @@ def test_packing_lays_items_end_to_end_and_hatches_the_rest(ax):
     assert outlines == [64, 256]
     assert ticks(ax) == ["graph of 64", "graph of 256", "eager"]
     assert [t for t in texts(ax) if "tokens" in t] == [
-        "60 tokens, 6% padding", "200 tokens, 22% padding", "600 tokens, fits no graph",
+        "60 tokens, 6% padding", "200 tokens, 22% padding", "600 tokens, too large for a graph",
     ]  # fmt: skip
     assert ax.get_title() == "2 replays, budgets sum to 320, 19% padding"  # 1 - 260 / 320
 
@@ -133,7 +133,7 @@ def test_timings_are_medians_with_a_tail(ax):
             [(i + 1) * px, (i + 1) * px + 5] for px in (112, 224)
         ]
     assert [container.get_label() for container in ax.containers] == [
-        "eager", "eager, plan at hand", "replay, budgets that double", "replay, budgets that fit",
+        "eager", "eager, existing plan", "replay, doubling budgets", "replay, fitted budgets",
     ]  # fmt: skip
     assert ax.get_title() == "1 image per call: a GPU, 2026-11-20" and ax.get_yscale() == "log"
     assert ax.get_xticks().tolist() == [112, 224]

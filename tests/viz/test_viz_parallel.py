@@ -35,7 +35,7 @@ def test_gather_shows_padding_and_both_orders(ax):
     assert [bar[:2] for bar in gathered] == [(0, 40), (42, 30), (72, 10), (84, 25), (109, 12), (121, 5)]
     assert [bar[:2] for bar in returned] == [(0, 40), (40, 10), (50, 25), (75, 30), (105, 5), (110, 12)]
     assert bars(ax, hatched=True) == [(40, 2, 0), (82, 2, 0), (126, 0, 0)]
-    assert ax.get_title() == "126 rows sent for 122, 3% padding"
+    assert ax.get_title() == "126 rows sent for 122 tokens, 3% padding"
 
 
 def test_speed_up_draws_the_ideal_and_each_line(ax):

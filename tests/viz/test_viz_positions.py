@@ -113,7 +113,7 @@ def test_pruned_positions_are_those_of_the_survivors():
     assert [line.get_ydata().tolist() for line in pruned.lines] == want.tolist()
     assert [(patch.get_x(), patch.get_width()) for patch in pruned.patches] == [(1.5, 6), (9.5, 12)]
     assert len(full.patches) == 2 + 12
-    assert pruned.get_title() == f"kept at q = 0.5: 28 tokens at the positions they had, delta {delta}"
+    assert pruned.get_title() == f"kept at q = 0.5: 28 tokens at their original positions, delta {delta}"
     assert full.get_xlim() == pruned.get_xlim()
 
 

@@ -86,4 +86,4 @@ def test_replays_stand_one_after_another_in_the_lane_of_their_path(ax):
     ]  # fmt: skip
     assert texts(ax) == ["0", "2", "0", "1", "2"]
     np.testing.assert_array_equal([bar.get_facecolor()[:3] for bar in filled(ax)], sequence_colors(3)[[0, 2, 0, 1, 2]])
-    assert ax.get_title() == "three pictures: 2 replays of 120 tokens, 25% padding, 1 eager"
+    assert ax.get_title() == "three pictures: 2 replays with 120 tokens, 25% padding, 1 eager"

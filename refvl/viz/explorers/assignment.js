@@ -10,6 +10,8 @@ export default explorer(view => {
   const scale = () => (W() - LEFT) / longest();
   const rankOf = item => ranks().findIndex(rank => rank.items.includes(item));
 
+  const several = (n, thing) => `${n} ${thing}${n === 1 ? "" : "s"}`;
+
   const alone = () => { const full = ranks().find(rank => rank.load === longest()); return full?.items.length === 1 ? full.items[0] : -1; };
 
   const places = () => ranks().flatMap((rank, line) => {
@@ -30,8 +32,8 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `${sizes().length} images on ${ranks().length} devices, speed-up ${view.row.speed_up.toFixed(1)}`,
-    caption: () => `Speed-up over one device: ${view.row.speed_up.toFixed(1)}, if time is proportional to ${view.shared.unit}. Hatched: the device waits` + (alone() < 0 ? "" : `. Image ${alone()} fills a device by itself, so more devices would not help`),
+    name: () => `${several(sizes().length, "image")} on ${several(ranks().length, "device")}, speed-up ${view.row.speed_up.toFixed(1)}`,
+    caption: () => `Speed-up over one device: ${view.row.speed_up.toFixed(1)}, if time is proportional to ${view.shared.unit}. Hatched: the device waits` + (alone() < 0 ? "" : `. Image ${alone() + 1} fills a device by itself, so more devices would not help`),
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -49,9 +51,8 @@ export default explorer(view => {
         const y = line * LINE(), end = LEFT + rank.load * scale();
         hatch(pen, end, y, W() - end, ROW());
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px sans-serif";
-        pen.fillText(`device ${line}`, 0, y + ROW() / 2);
-        const count = rank.items.length;
-        const says = `${count} image${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`;
+        pen.fillText(`device ${line + 1}`, 0, y + ROW() / 2);
+        const says = `${several(rank.items.length, "image")}, ${rank.load} ${view.shared.unit}`;
         if (narrow()) pen.fillText(says, LEFT, y + ROW() + 10);
         else pen.fillText(says, W() + 8, y + ROW() / 2);
       });
@@ -64,8 +65,8 @@ export default explorer(view => {
         pen.strokeStyle = chosen ? view.colors.highlight : view.colors.surface; pen.lineWidth = chosen ? 4 : 1;
         pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), ROW() - pen.lineWidth);
         if (width < 16) return;
-        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(item, x + width / 2, y + ROW() / 2);
-        pen.fillStyle = "#fff"; pen.fillText(item, x + width / 2, y + ROW() / 2);
+        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(item + 1, x + width / 2, y + ROW() / 2);
+        pen.fillStyle = "#fff"; pen.fillText(item + 1, x + width / 2, y + ROW() / 2);
       });
     },
   });
@@ -74,8 +75,8 @@ export default explorer(view => {
   const H = () => (view.big ? 360 : 280), SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
   const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
   view.canvas({
-    name: () => "speed-up over one device: by size and by count, for every number of devices",
-    caption: () => `Speed-up over one device for these ${sizes().length} images; drag to change the number of devices`,
+    name: () => "speed-up over one device for every number of devices, with images assigned by size and by count",
+    caption: () => `Speed-up over one device for ${several(sizes().length, "image")}; drag to change the number of devices`,
     size: () => [C(), H()],
     drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
     draw(pen, width, height) {
@@ -104,10 +105,12 @@ export default explorer(view => {
 
   view.readout(() => {
     const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1, waits = longest() - rank.load;
-    return `image ${view.item}: on device ${line} ${others ? `with ${others} more` : "alone"}, ${waits ? "which waits" : "for which the others wait"}`;
+    return `image ${view.item + 1}: on device ${line + 1} ${others ? `with ${several(others, "other image")}` : "alone"}; ` +
+      `${waits ? "this device waits for the slowest one" : "no other device is slower"}`;
   }, () => {
     const rank = ranks()[rankOf(view.item)], unit = view.shared.unit;
-    return `image ${view.item} has ${sizes()[view.item]} ${unit}; its device encodes ${rank.load} of them and waits for the time of ${longest() - rank.load} more. Images and devices are counted from 0`;
+    const waits = longest() - rank.load, rest = waits ? `then waits as long as ${waits} more would take` : "does not wait";
+    return `image ${view.item + 1} has ${sizes()[view.item]} ${unit}. Its device encodes ${rank.load} ${unit} in all and ${rest}`;
   });
   return { count: () => sizes().length };
 });

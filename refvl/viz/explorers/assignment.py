@@ -22,7 +22,9 @@ class AssignmentExplorer(Explorer):
     title = "Who encodes what"
     asks = "Which device encodes which image?"
     terms = "Each device has a copy of the image encoder. The answer waits until all images are encoded."
-    action = 'Choose "by count" instead of "by size" and see which devices wait. Then drag the chart to more devices.'
+    action = (
+        'Choose "by count" instead of "by size" and see which devices wait. Then drag across the chart to add devices.'
+    )
     takeaway = "All devices wait for the one with the most patches, so balance the sizes of images, not their number."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
@@ -63,13 +65,15 @@ class AssignmentExplorer(Explorer):
         items, ranks, rule = self.states[self.index]
         figure, ax = plt.subplots(figsize=(9, 0.34 * ranks + 1.3), layout="constrained")
         deal = RULES["by size" if rule == EITHER else rule]
-        plot_assignment(self.sizes[:items], deal(self.sizes[:items], ranks), title=rule, unit=self.unit, ax=ax)
+        assignment, title = deal(self.sizes[:items], ranks), "by either rule" if rule == EITHER else rule
+        plot_assignment(self.sizes[:items], assignment, title=title, unit=self.unit, ax=ax)
         return figure
 
     def describe(self) -> str:
         (items, ranks, rule), row = self.states[self.index], self.row(self.index)
         loads = ", ".join(str(rank["load"]) for rank in row["ranks"])
+        assigned = "by either rule" if rule == EITHER else rule
         return (
-            f"{items} image{'s' * (items != 1)} on {ranks} device{'s' * (ranks != 1)}, rule: {rule}; the devices "
-            f"encode {loads} {self.unit}, with a speed-up of {row['speed_up']:.1f} over one device."
+            f"{items} image{'s' * (items != 1)} on {ranks} device{'s' * (ranks != 1)}, assigned {assigned}: the load "
+            f"per device is {loads} {self.unit}, and the speed-up over one device is {row['speed_up']:.1f}."
         )

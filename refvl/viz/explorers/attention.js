@@ -23,6 +23,8 @@ export default explorer(view => {
   const segments = () => slice(asked().segments, view.place("block"));
   const corner = patch => [asked().patches[2 * patch + 1] * cell(), asked().patches[2 * patch] * cell()];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
+  const named = control => (view.option(control) === "mean" ? "the average head" : `head ${view.option(control)}`);
+  const windowed = () => segments().some(s => s !== segments()[0]);
   const sum = values => values.reduce((a, b) => a + b, 0);
 
   const found = new WeakMap();  // per question, the patch at each cell of the grid
@@ -54,7 +56,7 @@ export default explorer(view => {
   view.column("1. From the answer to the image");
   view.canvas({
     name: () => `"${asked().prompt}" When the model chose "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less a token is faded, the more it gets`,
+      `${named("head")} of layer ${view.option("layer")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less a token is faded, the more attention it gets`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
@@ -67,10 +69,9 @@ export default explorer(view => {
   });
 
   const seeing = { name: () => {
-      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "full attention";
-      return `Before there are tokens, patches attend to each other in the tower (the image encoder). Block ${view.option("block")} (${inside}), ` +
-        `${view.option("tower_head") === "mean" ? "the mean of its heads" : `head ${view.option("tower_head")}`}` +
-        (view.item < 0 ? ": point at a patch" : ": the framed patch attends to those that are not faded") + (inside === "windows" ? ". Thick lines: borders of windows" : "");
+      return `Before there are tokens, patches attend to each other in the tower (the image encoder). Block ${view.option("block")} ` +
+        `(${windowed() ? "windows" : "full attention"}), ${named("tower_head")}: ` +
+        (view.item < 0 ? "point at a patch" : "the framed patch attends to the patches that are not faded") + (windowed() ? ". Thick lines: window borders" : "");
     },
     size, at, step,
     draw(pen, width, height) {
@@ -99,7 +100,7 @@ export default explorer(view => {
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
   view.column("2. All layers and heads");
   view.canvas({
-    name: () => `The more an image token stands out, the more attention it gets when the model chooses "${asked().answer[token()]}". In an even map, the head attends to the text. Choose a map`,
+    name: () => `The more an image token stands out, the more attention it gets when the model chooses "${asked().answer[token()]}". If nothing stands out in a map, the head attends to the text. Choose a map`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -133,12 +134,12 @@ export default explorer(view => {
     },
   });
 
-  view.column("3. Earlier: inside the image encoder (tower)");
+  view.column("3. Before that: inside the image encoder (tower)");
   view.canvas(seeing);
 
   view.column();
   view.canvas({
-    name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
+    name: () => `attention over the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "Attention over the whole prompt: text tokens and image tokens",
     size: () => [view.fit(3 * W() + 48), ROOF + BARS() + 84],
     draw(pen, width) {
@@ -171,8 +172,8 @@ export default explorer(view => {
     const seen = tower(view.item);
     const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
-    return `Block ${view.option("block")} of the tower: patch ${view.item} attends most to the patch in row ${other[0]}, column ${other[1]}, with ${percent(seen[best] / BYTE)}; ` +
-      `${percent(Math.min(1, own / BYTE))} of its attention stays in its own window. All numbers start at 0. The answer is "${asked().text}"`;
+    return `Block ${view.option("block")} of the tower: patch ${view.item} attends most to the patch in row ${other[0]}, column ${other[1]} (${percent(seen[best] / BYTE)})` +
+      `${windowed() ? `; ${percent(Math.min(1, own / BYTE))} of its attention stays in its own window` : ""}. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,

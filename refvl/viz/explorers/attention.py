@@ -14,7 +14,7 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
-    "question": "question", "token": "answer word (number)", "layer": "layer", "head": "head",
+    "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
     "block": "encoder block", "tower_head": "encoder head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
@@ -28,13 +28,15 @@ class AttentionExplorer(WatchedExplorer):
     """
 
     _esm = module("attention")
-    title = "Where does it look"
+    title = "Where the model looks"
     asks = "Where does the model look when it answers?"
     terms = (
-        "The prompt consists of tokens, pieces of text or of the image. In each layer of the model, several heads "
-        "weigh all earlier tokens."
+        "The prompt consists of tokens, which are pieces of text or of the image. In each layer of the model, every "
+        "head divides its attention among the earlier tokens."
     )
-    action = "Choose another head in the small maps: most heads ignore the circle. Then choose another question."
+    action = (
+        "Choose a different head in the small maps: most heads ignore the circle. Then choose a different question."
+    )
     takeaway = "A few heads find the object in question; most heads look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -96,31 +98,35 @@ class AttentionExplorer(WatchedExplorer):
         h, width = (side // w.merge for side in w.grid)
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.6), layout="constrained")
-        title = f'{w.prompt}\n"{w.answer[o["token"] - 1]}": layer {o["layer"]}, head {o["head"]}'
+        title = f'{w.prompt}\n"{w.answer[o["token"] - 1]}": layer {o["layer"]}, {_named(o["head"])}'
         plot_attention(w.picture, looked.reshape(h, width), title=title, ax=left)
         weights = mean_first(dense(w.trace.tower_attentions[o["block"]]))[_place(o["tower_head"])]
         patch = max(self.selected, 0)
         plot_attention(
             w.picture, w.on_grid(weights[patch]), patch=tuple(w.patches[patch].tolist()),
             segments_HW=w.on_grid(w.segments(o["block"])),
-            title=f"patch {patch} of the tower\nblock {o['block']}, head {o['tower_head']}", ax=right,
+            title=f"patch {patch} of the tower\nblock {o['block']}, {_named(o['tower_head'])}", ax=right,
         )  # fmt: skip
         return figure
 
     def describe(self) -> str:
         o, w = self.options, self.watched[self.options["question"]]
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
-        heads = "the average head" if o["head"] == "mean" else f"head {o['head']}"
         return (
             f'Asked "{w.prompt}", the model answers "{w.trace.text}". When it chose "{w.answer[o["token"] - 1]}", '
-            f"{heads} of layer {o['layer']} gave {float(looked.sum()):.0%} of its attention to the image, and at most "
-            f"{float(looked.max()):.0%} to a single one of the image's {len(looked)} tokens."
+            f"{_named(o['head'])} of layer {o['layer']} gave {float(looked.sum()):.0%} of its attention to the image, "
+            f"and at most {float(looked.max()):.0%} to a single one of the image's {len(looked)} tokens."
         )
 
 
 def _finder(w: Watched, layer: int) -> int:
     """Return the head of a layer that gives the most attention to a single image token."""
     return int(media_attention(w.trace)[layer].amax(-1).argmax())
+
+
+def _named(head: str | int) -> str:
+    """Return a head as a noun phrase."""
+    return "the average head" if head == "mean" else f"head {head}"
 
 
 def _place(head: str | int) -> int:

@@ -52,7 +52,7 @@ export default explorer(view => {
   const BLOCKS = () => (view.fit(1120) >= 760 ? view.fit(1120) - 2 * PICTURE() - 56 : view.fit(460)), HIGH = () => (view.big ? 250 : 200), HEAD = 26;
   view.canvas({
     name: () => `the ${depth} blocks of the tower: ${full()} with full attention`,
-    caption: () => `Operations of each of the ${depth} blocks: matrix multiplications (gray), attention in windows (blue, a thin line on top) or full attention (purple)`,
+    caption: () => `Operations in each of the ${depth} blocks: matrix multiplications (gray) and, on top, windowed attention (blue, a thin line) or full attention (purple)`,
     size: () => [BLOCKS(), HIGH()],
     drag(x) {
       const wanted = x / BLOCKS() * depth, options = view.options("full");
@@ -79,7 +79,7 @@ export default explorer(view => {
   const COLORS = ["image", "ink", "video"], NAMES = () => ["windows in every block", `full attention in ${full()} of ${depth}`, "full attention in every block"];
   view.canvas({
     name: () => `operations of the tower against the side of the image: ${NAMES().map((name, k) => `${name}: ${trillion(curve(k)[view.place("side")])}`).join("; ")}`,
-    caption: () => `Operations of the whole tower for a square image; drag. Both scales are logarithmic. At ${side()} px, full attention in every block ` +
+    caption: () => `Operations of the whole tower for a square image; drag to resize it. Both axes are logarithmic. At ${side()} px, full attention in every block ` +
       `takes ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block`,
     size: () => [view.fit(1120), TALL()],
     drag(px) {
@@ -119,8 +119,8 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => `Window ${view.item + 1} of ${across() ** 2}: in a block, full attention takes ${times(view.row.whole / view.row.windowed)} as many operations as attention in windows.`,
-    () => `Attention in all windows of a block takes ${trillion(view.row.windowed)} operations, full attention ${trillion(view.row.whole)}, ` +
-      `and the matrix multiplications ${trillion(view.row.linear)} in both cases.`);
+  view.readout(() => `Window ${view.item + 1} of ${across() ** 2}: in a block, full attention takes ${times(view.row.whole / view.row.windowed)} as many operations as windowed attention.`,
+    () => `In one block, windowed attention takes ${trillion(view.row.windowed)} operations, and full attention takes ${trillion(view.row.whole)}. ` +
+      `The matrix multiplications take ${trillion(view.row.linear)} in both cases.`);
   return { count: () => across() ** 2 };
 });

@@ -25,15 +25,17 @@ class CostsExplorer(Explorer):
 
     _esm = module("costs")
     title = "Windows or full attention"
-    asks = "What does it cost if every patch may attend to every other?"
+    asks = "What does it cost to let every patch attend to all others?"
     terms = (
         "The image encoder is a stack of blocks. In some, a patch attends only within its window, a small square. "
         "In the others, it attends to all patches, which is full attention."
     )
-    action = "Drag the chart to a larger image. Then press the bars to give more blocks full attention."
+    action = (
+        "Drag across the curves to make the image larger. Then drag across the bars to give more blocks full attention."
+    )
     takeaway = (
-        "The cost of full attention grows quadratically with the pixel count, that of windows linearly, so just 4 of "
-        "Qwen2.5-VL's 32 blocks use full attention."
+        "Full attention is quadratic in the pixel count and windowed attention is linear, so just 4 of Qwen2.5-VL's 32 "
+        "blocks use full attention."
     )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):
@@ -84,10 +86,10 @@ class CostsExplorer(Explorer):
     def describe(self) -> str:
         row, options = self.row(self.index), self.options
         return (
-            f"A tower with full attention in {options['full']} of {self.config.depth} blocks, and windows of "
-            f"{options['window']} px in the others, takes {row['total'] / 1e12:.1f} trillion operations on an image of "
-            f"{options['side']} px, and {row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} trillion if all "
-            "blocks use full attention."
+            f"A tower with full attention in {options['full']} of {self.config.depth} blocks and windows of "
+            f"{options['window']} px in the others needs {row['total'] / 1e12:.1f} trillion operations for a square "
+            f"image of {options['side']} px. With full attention in every block, it needs "
+            f"{row['curves'][2][SIDES.index(options['side'])] / 1e12:.1f} trillion."
         )
 
 

@@ -48,9 +48,9 @@ export default explorer(view => {
   const BOX = 40, ROW = narrow() ? 52 : 66, LEFT = () => (narrow() ? 100 : 130), RIGHT = LEFT, rows = Math.max(depth, layers + 1);
   const high = row => (rows - row - 1) * ROW + 10;
   view.canvas({
-    name: () => `the tower's blocks, the language layers, and the features that go from one to the other: ${view.option("kept")}`,
-    caption: () => "Left: the blocks of the tower, from the bottom up. Right: the layers of the language model. Dashed: features left out" +
-      (view.item < 0 ? "" : ". Numbers: the norm (length) of what the chosen token receives"),
+    name: () => `the tower's blocks, the language model's layers, and the features passed between them: ${view.option("kept")}`,
+    caption: () => "Left: the blocks of the tower, from the bottom up. Right: the layers of the language model. Dashed: features that are left out" +
+      (view.item < 0 ? "" : ". Numbers: the norm (length) of each vector that the chosen token receives"),
     size: () => [view.fit(520), rows * ROW + 8],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.textAlign = "center";
@@ -89,7 +89,7 @@ export default explorer(view => {
   const LINE = 54, W = () => (view.fit(974) > 820 ? view.fit(974) - 544 : view.fit(430));  // next to the diagram, if there is room
   view.canvas({
     name: () => `answers to ${asked().prompt}: ${view.options("kept").map((name, i) => `${name}: ${asked().answers[i]}`).join("; ")}`,
-    caption: () => "The answer for each choice of features; press a line",
+    caption: () => "The answer for each choice of features. Choose a line",
     size: () => [W(), 34 + asked().answers.length * LINE],
     drag: (x, y) => view.choose("kept", Math.max(0, Math.min(asked().answers.length - 1, Math.floor((y - 34) / LINE)))),
     grab: () => false,
@@ -108,15 +108,15 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `with ${view.option("kept")} the model says "${view.row.answer}"; its first word: ` +
+    name: () => `with ${view.option("kept")}, the model says "${view.row.answer}"; probabilities of the first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
-    caption: () => `The probability of the first word, with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
+    caption: () => `Probabilities of the first word with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
     size: () => [W(), 62 + asked().words.length * 34],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.font = "bold 28px sans-serif";
       pen.fillStyle = view.colors[wrong() ? "highlight_text" : "ink"]; pen.fillText(view.row.answer, 0, 26, width);
       const after = pen.measureText(view.row.answer).width + 16; pen.font = "14px sans-serif"; pen.textAlign = "left";
-      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect: with all features, "${asked().answers[0]}"`, after, 28, width - after); }
+      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect; with all features, it is "${asked().answers[0]}"`, after, 28, width - after); }
       asked().words.forEach((word, i) => {
         const y = 62 + i * 34, part = view.ease(`chance ${i}`, view.row.chances[i]);
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(word.slice(0, 10), 0, y + 12);
@@ -129,8 +129,9 @@ export default explorer(view => {
 
   view.readout(() => {
     const step = Math.floor(view.item / per_step()), inside = view.item % per_step();
-    return `the token of ${thw()[0] > 1 ? `step ${step}, ` : ""}row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]} gets ` +
-      `${["its embedding", ...blocks.filter((_, i) => kept(i)).map(block => `features of block ${block}`)].join(" and ")}`;
+    const used = blocks.filter((_, i) => kept(i));
+    return `the token in ${thw()[0] > 1 ? `step ${step}, ` : ""}row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]} receives ` +
+      (used.length ? `its embedding and the features of block${used.length > 1 ? "s" : ""} ${used.join(" and ")}` : "only its embedding");
   }, () => {
     const parts = blocks.map((block, i) => `${size(i + 1, view.item).toFixed(1)} from block ${block}${kept(i) ? "" : " (left out)"}`);
     return `Token ${view.item} has an embedding of norm ${size(0, view.item).toFixed(1)}, and features of norm ${parts.join(" and ")}. Steps, rows and columns are counted from 0.`;

@@ -41,15 +41,15 @@ class DeepstackExplorer(Explorer):
 
     _esm = module("deepstack")
     title = "DeepStack"
-    asks = "What does the language model lose without the tower's earlier blocks?"
+    asks = "What does the language model lose without features of the tower's earlier blocks?"
     terms = (
-        "The tower is the image encoder. Its last block makes the embeddings that the language model reads as "
-        "tokens; earlier blocks make features."
+        "The tower is the image encoder. Its last block produces the embeddings that the language model reads as "
+        "tokens; some earlier blocks produce additional features."
     )
-    action = 'Choose "all features" in the list, and the answer becomes correct. Then choose the image.'
+    action = 'Choose "all features" in the list: the answer becomes correct. Then choose the question about an image.'
     takeaway = (
-        "DeepStack adds features of earlier tower blocks to the first language layers. Without them, this model "
-        "misjudges some videos."
+        "DeepStack adds features of earlier tower blocks to the language model's first layers. Without them, this "
+        "model misjudges some videos."
     )
 
     def __init__(self, model: VLM, questions: Mapping[str, tuple[str, Any]]):
@@ -116,7 +116,7 @@ class DeepstackExplorer(Explorer):
         row = self.row(self.index)
         shown = self.shared["questions"][row["question"]]
         return (
-            f'Asked "{shown["prompt"]}", the model answers "{row["answer"]}" with {self.options["kept"]} of '
+            f'Asked "{shown["prompt"]}", the model answers "{row["answer"]}" with {self.options["kept"]} from '
             f'DeepStack, and "{shown["answers"][0]}" with {ALL}.'
         )
 

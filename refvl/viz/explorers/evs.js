@@ -57,7 +57,7 @@ export default explorer(view => {
 
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
-    name: () => "what is left: tokens of the video, tokens of the prompt, pairs of tokens that attention compares",
+    name: () => "what is left: the tokens of the video, the tokens of the prompt, and the pairs of tokens that attention compares",
     size: () => [240, 132],
     draw(pen, width) {
       const full = length(), left = view.row.tokens;
@@ -77,8 +77,8 @@ export default explorer(view => {
   const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // line styles of the words, because colours have other meanings
   view.canvas({
     name: () => clip().words.length
-      ? `the model says "${view.row.answer}". Probability of its first word at every q; now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
-        (clip().words.includes("Ask") ? '. "Ask me about ...": it declines to answer' : "")
+      ? `the model says "${view.row.answer}". Curves: the probabilities of the first word at every q. Now: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}` +
+        (clip().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : "")
       : "no answer: pass a model to viz.explore_evs",
     size: () => [WIDE(), clip().words.length ? CHART() : 1],
     drag(x) {
@@ -123,7 +123,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `the ${view.row.tokens} tokens left of ${length()} in the prompt, from left to right, and their positions t (time), h (height), w (width) upward: each token keeps its own`,
+    name: () => `the ${view.row.tokens} of ${length()} prompt tokens that are left, from left to right, and their positions t (time), h (height) and w (width), upward. Each token keeps its position`,
     size: () => [WIDE(), CHART()],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
@@ -172,7 +172,7 @@ export default explorer(view => {
   }, () => {
     const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
     return `token ${view.item} of the video is token ${i} of the full prompt` +
-      (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))}` : "") + `. Its position stays t, h, w = ${t}, ${h}, ${w}. All numbers start at 0`;
+      (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))}` : "") + `. ${view.row.keep[view.item] ? "It keeps its position" : "Its position was"} t, h, w = ${t}, ${h}, ${w}. All numbers start at 0`;
   });
   return { count };
 });

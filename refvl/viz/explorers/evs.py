@@ -27,7 +27,7 @@ class EvsExplorer(Explorer):
     title = "EVS with the answer"
     asks = "How many tokens of a video can be dropped before the answer breaks?"
     terms = (
-        "EVS, efficient video sampling, drops a share q of the video's tokens: those that differ least from the "
+        "EVS (efficient video sampling) drops a share q of the video's tokens: those that changed least since the "
         "previous frame."
     )
     action = 'Press "prune more", or drag across the probability curves.'
@@ -84,7 +84,7 @@ class EvsExplorer(Explorer):
         row = self.row(self.index)
         shared = self.clips[row["clip"]]["shared"]
         said = f' Asked "{shared["prompt"]}", the model answers "{row["answer"]}".' if shared["words"] else ""
-        kept = f"{int(row['keep'].sum())} of {len(row['keep'])} tokens of the video"
+        kept = f"{int(row['keep'].sum())} of the video's {len(row['keep'])} tokens"
         rate, tokens = self.options["q"], row["tokens"]
         return f"At pruning rate {rate:g}, EVS keeps {kept}, so the prompt has {tokens} tokens.{said}"
 

@@ -39,10 +39,10 @@ export default explorer(view => {
   const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
   const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : Math.min(150, (wide() - NAME) / COLUMNS.length));
   view.canvas({
-    name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
+    name: () => `costs of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}, in each family`,
     caption: () => view.option("kind") === "image"
-      ? "The costs of one square image; each bar is relative to the longest in its column. Released sizes in bfloat16; memory: key-value cache and the tower's activations"
-      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest in its column. Step3-VL accepts no video`,
+      ? "The costs of one square image; each bar is relative to the longest in its column. All models have their released sizes, in bfloat16. Memory: the key-value cache and the tower's activations"
+      : `The costs of a video of ${clip} px, sampled by each family's rule; each bar is relative to the longest in its column. Step3-VL does not accept videos`,
     size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
     at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,
@@ -72,7 +72,7 @@ export default explorer(view => {
 
   Object.entries(measures).forEach(([measure, label]) => view.canvas({
     name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
-    caption: () => ({ tokens: "Drag any chart; all scales are logarithmic", positions: "How far an image moves the text after it", seconds: `A lower bound, computed for an ${device}` })[measure] ?? "",
+    caption: () => ({ tokens: "Drag across any chart. All axes are logarithmic", positions: `How far the ${view.option("kind")} shifts the positions of the text after it`, seconds: `A lower bound, computed for an ${device}` })[measure] ?? "",
     size: () => [W(), H()],
     drag(px) {
       const sizes = curve().map(row => x(row.size));
@@ -114,12 +114,12 @@ export default explorer(view => {
 
   view.readout(() => {
     const name = names[view.item], costs = here()[name];
-    if (!costs) return `${name} accepts no videos`;
+    if (!costs) return `${name} does not accept videos`;
     const folded = (costs.patches / costs.tokens).toPrecision(3);
-    return `${name}: ${folded} patches become a token`;
+    return `${name}: one token for every ${folded} patches`;
   }, () => {
     const costs = here()[names[view.item]];
-    return costs && `${shown("tokens", costs.tokens)} tokens use ${shown("positions", costs.positions)} positions, and ${shown("bytes", costs.cache)} of key-value cache`;
+    return costs && `${shown("tokens", costs.tokens)} tokens use ${shown("positions", costs.positions)} positions and ${shown("bytes", costs.cache)} of key-value cache`;
   });
   return { count: () => names.length };
 });

@@ -20,7 +20,7 @@ class FamiliesExplorer(Explorer):
     terms = "A family is a series of models with the same kind of image encoder, such as Qwen2.5-VL or MiniCPM-V."
     action = "Drag across a chart to make the image larger: the cost stops growing in some families, but not in others."
     takeaway = (
-        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, and "
+        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, but "
         "MiniCPM-V into only 640."
     )
 

@@ -20,7 +20,7 @@ export default explorer(view => {
   function scale(pen) {
     const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 4), bottom = LINE() + 2 + CELL();
     pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
-    pen.fillText(step < 60 ? "error, log scale" : "height of a bar: error of the result (log scale)", left, LINE() - 4);
+    pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, LINE() - 4);
     ["0.1 %", "1 %", "10 %", "100 %"].forEach((text, power) => {
       pen.fillStyle = view.colors.empty; pen.fillRect(left + power * step, bottom - CELL(), 8, CELL());
       const high = bar(Math.max(1, 255 + 254 * (power - 3) / 3));
@@ -31,8 +31,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "The operations of the image encoder, from left to right. A green mark: the operation reads a buffer. Every result is correct"
-      : `The operations of the image encoder, from left to right. Gray: a correct result, because no stale data has reached it. Orange: an incorrect result; the taller, the larger the error. ` +
+      ? "The operations of the image encoder, from left to right. Green marks: the operation reads a buffer. Every result is correct"
+      : `The operations of the image encoder, from left to right. Gray: a correct result, because no stale data has reached it. Orange: an incorrect result; the taller the bar, the larger the error. ` +
         `Marks below: the operation reads ${buffers[stale()].name} (orange) or a different buffer (green). The first error is in operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
@@ -95,7 +95,7 @@ export default explorer(view => {
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
   picture(() => "the previous image: a stale buffer still contains its data", "before");
-  picture(() => "the current image: the relative error of each token's result; 100 %: no better than zeros", "image", (pen, width, height) => {
+  picture(() => "the current image, with the relative error of each token. At 100 %, an embedding is no better than zeros", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {
@@ -119,7 +119,7 @@ export default explorer(view => {
       pen.font = "bold 28px sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "13px sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `incorrect: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
+      pen.fillText(changed ? `incorrect; the correct answer is "${view.shared.right}"` : "correct", 0, 64);
       pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 64);
       pen.fillStyle = view.colors.empty; pen.fillRect(0, 84, width, 12);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
@@ -131,6 +131,6 @@ export default explorer(view => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
     const error = view.row.operations[i] ? "its result is incorrect" : "its result is correct";
     return `operation ${i}, in ${label(groups[lineOf(i)].name, lineOf(i))}, reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
-  }, () => `Operation ${view.item} of ${kinds.length}, counted from 0: ${kinds[view.item]}; its result has the shape ${shapes[view.item]}`);
+  }, () => `Operation ${view.item} of ${kinds.length} (counted from 0) is ${kinds[view.item]}; its result has the shape ${shapes[view.item]}`);
   return { count: () => kinds.length };
 });

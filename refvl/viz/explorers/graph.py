@@ -35,8 +35,8 @@ class GraphExplorer(Explorer):
     title = "Graph step-through"
     asks = "What happens if a buffer is not refilled before a CUDA graph is replayed?"
     terms = (
-        "A CUDA graph is a recorded list of GPU operations. A replay runs it again on fixed memory, its buffers, "
-        "which must first be refilled with the new image."
+        "A CUDA graph is a recorded list of GPU operations. A replay runs them again on fixed memory, the buffers, "
+        "which must first be refilled with the new image's data."
     )
     action = "Drag the slider through the buffers and read the model's answer for each."
     takeaway = (

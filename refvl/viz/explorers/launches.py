@@ -20,10 +20,10 @@ class LaunchesExplorer(Explorer):
     title = "Host and device"
     asks = "When does a graph make a model faster?"
     terms = (
-        "The host (CPU) launches each operation of the device (GPU). A CUDA graph records many operations; one "
+        "The host (CPU) launches each operation on the device (GPU). A CUDA graph records many operations; one "
         "launch replays them all."
     )
-    action = "Drag the cost of a launch down, until the device no longer waits."
+    action = "Lower the cost of a launch until the device no longer waits."
     takeaway = (
         "A graph makes a model faster when launching an operation takes longer than running it, because a replay needs "
         "only one launch."
@@ -60,5 +60,5 @@ class LaunchesExplorer(Explorer):
         ends = row["eager"][-1, 1], row["replay"][-1, 1]
         return (
             f"At {launch:g} µs per launch, {COUNT} operations of {operation:g} µs take {ends[0]:g} µs in an eager "
-            f"run, with the device idle for {row['idle']:.0%} of that time, and {ends[1]:g} µs in a replay."
+            f"run, and the device is idle for {row['idle']:.0%} of that time. In a replay, they take {ends[1]:g} µs."
         )

@@ -27,7 +27,7 @@ export default explorer(view => {
     name: () => `score of a key at every h (down) and w (across), at t = ${key()[0]}; the query ○ is at ` +
       `t, h, w = ${query().join(", ")}; drag the key ✕`,
     caption: () => `The score of the query ○ with a key ✕ at every h (down) and w (across), at t = ${key()[0]}. ` +
-      `The query stays at t, h, w = ${query().join(", ")}; drag the key. Colours span only ${scores().low.toFixed(2)} to ${scores().high.toFixed(2)}`,
+      `The query stays at t, h, w = ${query().join(", ")}; drag the key. The colours span only ${scores().low.toFixed(2)} to ${scores().high.toFixed(2)}`,
     size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + LEGEND],
     drag(x, y) {
       [x, y].forEach((v, i) => {
@@ -68,8 +68,8 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it`,
-    caption: () => `Score ${score(key()).toFixed(3)}, as the sum of the three axes. Outline: what the axis adds if query and key have the same position`,
+    name: () => `score ${score(key()).toFixed(3)}: the contribution of each axis`,
+    caption: () => `Score ${score(key()).toFixed(3)}: the sum over the three axes. Outline: the contribution of an axis if query and key have the same position`,
     size: () => [MARGIN + sizes()[2] * CELL(), 88],
     draw(pen, width) {
       pen.textBaseline = "middle";
@@ -104,7 +104,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: () => (view.item < 0 ? "choose a rotary pair below" : `rotary pair ${view.item}: the angles of query and key`),
-    caption: () => "One rotary pair. Thin line: its angle in the query. Thick line: its angle in the key. Wedge: the difference. Choose another pair below",
+    caption: () => "One rotary pair. Thin line: its angle in the query. Thick line: its angle in the key. Wedge: the difference. Choose a different pair below",
     size: () => [wide(), wide() < 560 ? 150 : 180],
     draw(pen, width, BIG) {
       if (view.item < 0) return;
@@ -136,7 +136,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
     caption: () => `All ${axes().length} rotary pairs by axis, from the fastest to the slowest; a larger theta slows them. The score depends only on the wedges. ` +
-      "Farther is not always lower, because fast pairs wrap around",
+      "A larger distance does not always lower the score, because fast pairs wrap around",
     size: () => [wide(), 3 * LINE()],
     at: dial_at,
     step(item, dx, dy) {
@@ -150,7 +150,7 @@ export default explorer(view => {
       NAMES.forEach((name, axis) => {
         const far = key()[axis] - query()[axis];
         pen.fillStyle = words(axis);
-        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so its pairs differ in angle` : "same position, so its pairs have the same angle"}`, 2, axis * LINE() + 4);
+        pen.fillText(`${name}: ${far ? `${Math.abs(far)} apart, so the angles differ` : "same position, so the angles are equal"}`, 2, axis * LINE() + 4);
       });
       axes().forEach((_, plane) => { const [x, y, r] = spot(plane); dial(pen, plane, x, y, r, r > 20 ? 4 : 2); });
     },

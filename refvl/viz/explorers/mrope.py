@@ -79,7 +79,7 @@ class MropeExplorer(Explorer):
         figure.colorbar(shown, ax=left, label="score")
         left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black", label="query")
         left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black", label="key")
-        left.set(xlabel="w", ylabel="h", title=f"key at t = {options['t']}, query at {QUERY['t']}")
+        left.set(xlabel="w", ylabel="h", title=f"key at t = {options['t']}, query at t = {QUERY['t']}")
         left.legend(fontsize=8)
         for number, axis in enumerate("thw"):
             planes = (row["axes"] == number).nonzero().flatten()
@@ -90,9 +90,11 @@ class MropeExplorer(Explorer):
 
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
+        model, _, sections = options["sections"].partition(": ")
+        key = tuple(options[axis] for axis in EXTENT)
         return (
-            f"Two equal tokens at t, h, w of {tuple(QUERY.values())} and {(options['t'], options['h'], options['w'])} "
-            f"have the score {row['score']:.2f} if rotated as in {options['sections']}, theta {options['theta']:,}."
+            f"Two equal tokens at (t, h, w) = {tuple(QUERY.values())} and {key} have a score of {row['score']:.2f} if "
+            f"they are rotated as in {model} ({sections}), with theta {options['theta']:,}."
         )
 
 

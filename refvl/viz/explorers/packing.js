@@ -10,7 +10,7 @@ export default explorer(view => {
   const scale = () => W() / Math.max(view.shared.widest, largest());
   const color = i => view.colors.sequence(i / Math.max(1, view.shared.most - 1));
   const replayOf = item => view.row.replays.findIndex(r => r.items.includes(item));
-  const percent = share => `${Math.round(100 * share)} %`;
+  const percent = share => `${Math.round(100 * share)} %`, several = (n, thing) => `${n} ${thing}${n === 1 ? "" : "s"}`;
 
   // [left, top, width] of every item in the bars below
   const places = () => view.row.replays.flatMap((replay, line) => {
@@ -46,7 +46,7 @@ export default explorer(view => {
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
   const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${tokens().length} images in order of arrival, with their numbers of tokens; the area is the number of tokens`,
+    name: () => `${several(tokens().length, "image")} in order of arrival; number and area: the tokens of each`,
     size: () => [across() * (SIDE() + 8), Math.ceil(view.shared.most / across()) * (SIDE() + 18)],
     at: (x, y) => Math.floor(y / (SIDE() + 18)) * across() + Math.floor(x / (SIDE() + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),
@@ -61,9 +61,9 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
-    caption: () => `Each bar is a replay, as long as the token budget of its graph; hatched: padding. Dotted: the captured graphs, of ` +
-      `${view.row.budgets.join(", ")} tokens. An image that fits no graph runs without one, in a dashed bar`,
+    name: () => `${several(view.row.replays.length, "replay")}, as long as the budgets; hatched: padding`,
+    caption: () => `Each bar is a replay, as long as the token budget of its graph; hatched: padding. Dotted lines: the captured graphs, with budgets of ` +
+      `${view.row.budgets.join(", ")} tokens. An image too large for every graph runs eagerly, in a dashed bar`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -92,7 +92,7 @@ export default explorer(view => {
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px sans-serif";
         const says = replay.budget
           ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
-          : `${total} tokens: fits no graph`;
+          : `${total} tokens: no graph is large enough`;
         const [at, high] = narrow() ? [0, y + ROW() + 10] : [end + 8, y + ROW() / 2];
         pen.strokeStyle = view.colors.surface; pen.lineWidth = 10; pen.strokeText(says, at, high); pen.fillText(says, at, high);
       });
@@ -113,9 +113,9 @@ export default explorer(view => {
 
   view.readout(() => {
     const replay = view.row.replays[replayOf(view.item)], others = replay.items.filter(i => i !== view.item);
-    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "fits no graph and runs eagerly";
-    return `image ${view.item + 1}: ${tokens()[view.item]} tokens, ${where}` +
-      (others.length ? `, together with ${others.map(i => i + 1).join(", ")}` : ", alone");
+    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "is too large for every graph and runs eagerly";
+    return `image ${view.item + 1} (${tokens()[view.item]} tokens) ${where}` +
+      (others.length ? `, together with image${others.length > 1 ? "s" : ""} ${others.map(i => i + 1).join(", ")}` : ", alone");
   });
   return { count: () => tokens().length };
 });

@@ -20,7 +20,7 @@ ARRIVALS = {  # (width, height) in px, in order of arrival
     ),
     "thumbnails": ((224, 168), (168, 224), (196, 196), (224, 224), (140, 112), (252, 168), (168, 168), (224, 140),
                    (196, 224), (168, 140)),
-    "alike": ((280, 168),) * 10,
+    "equal sizes": ((280, 168),) * 10,
     "a page among icons": ((112, 112), (56, 84), (84, 84), (504, 700), (56, 56), (112, 84), (140, 112), (84, 56),
                            (112, 112)),
     "one too large": ((336, 224), (840, 616), (224, 224), (448, 336), (280, 280), (196, 308)),
@@ -40,7 +40,7 @@ class PackingExplorer(Explorer):
     asks = "How many images share one replay of a CUDA graph?"
     terms = (
         "A CUDA graph records a model's operations for a fixed number of tokens, its budget. A replay runs them "
-        "again, and padding fills the unused part."
+        "again, and padding fills the unused part of the budget."
     )
     action = 'Press "add images": they arrive one by one. Then capture fewer graphs, and see the padding grow.'
     takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
@@ -62,7 +62,7 @@ class PackingExplorer(Explorer):
         most = max(map(len, self.arrivals.values()))
         controls = [
             Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
-            Control("graphs", "graphs captured", captured),
+            Control("graphs", "captured graphs", captured),
             Control("arrived", "images so far", range(1, most + 1), kind="player", plays="add images"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]
@@ -107,8 +107,9 @@ class PackingExplorer(Explorer):
     def describe(self) -> str:
         (name, _, arrived, policy), row = self.states[self.index], self.row(self.index)
         replays = sum(replay["budget"] > 0 for replay in row["replays"])
+        rule = "either policy" if policy == EITHER else f"the {policy} policy"
         images, budgets = f"{arrived} image{'s' * (arrived > 1)}", ", ".join(map(str, row["budgets"]))
         return (
-            f"{images} ({name}) under the {policy} policy: {replays} replay{'s' * (replays != 1)} of graphs of "
-            f"{budgets} tokens, with {row['waste']:.0%} padding."
+            f"{images} ({name}), packed by {rule}, take{'s' * (arrived == 1)} {replays} replay{'s' * (replays != 1)}, "
+            f"with {row['waste']:.0%} padding. The captured graphs hold {budgets} tokens."
         )

@@ -30,7 +30,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `The prompt from left to right, the positions of its ${count()} tokens upward; faded: not yet read. The next token, ` +
+    caption: () => `The prompt runs from left to right, and the positions of its ${count()} tokens run upward. Faded: not yet read. The next token, ` +
       `number ${count()}, is text at position ${count() + view.row.delta}: delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}. Tokens, positions, rows and columns are counted from 0` +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT()],
@@ -95,7 +95,7 @@ export default explorer(view => {
   }
   const SHOWN = () => (view.big ? 260 : 176);
   view.canvas({
-    name: () => "what is at the chosen token, and its position",
+    name: () => "the content of the chosen token, and its position",
     size: () => [view.fit(PANEL), SHOWN() + 84],
     at(px, py) {
       if (view.item < 0 || !view.row.kinds[view.item]) return view.item;

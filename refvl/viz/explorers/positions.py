@@ -42,10 +42,10 @@ def _bfloat16(count: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
 
 
 CONVENTIONS: dict[str, Callable[[int, Sequence[MediaSpan]], tuple[Tensor, int]]] = {
-    "transformers 5.17 to 5.23: a video uses its larger side": larger_side_positions,
-    "transformers up to 5.17: whole seconds per step": _whole_seconds,
-    "vLLM 0.33.0 when pruning: an item uses its width": width_offset_positions,
-    "vLLM 0.33.0 when pruning: positions in bfloat16": _bfloat16,
+    "transformers 5.17 to 5.23: a video uses max(h, w) positions": larger_side_positions,
+    "transformers up to 5.17: a step takes whole seconds": _whole_seconds,
+    "vLLM 0.33.0 when pruning: an item uses w positions": width_offset_positions,
+    "vLLM 0.33.0 when pruning: positions are in bfloat16": _bfloat16,
 }
 
 
@@ -82,12 +82,12 @@ class PositionsExplorer(Explorer):
             rows = self.compared(self.prompt(*state), state[0])
             found |= {(*state, name): row for name, row in rows.items()}
         controls = [
-            Control("family", "prompt of", list(processors), kind="menu"),
+            Control("family", "family", list(processors), kind="menu"),
             Control("image", "image, w : h", list(IMAGE_SIZES), kind="menu", rare=True),
             Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu", rare=True),
-            Control("seconds", "length of the video, s", SECONDS, rare=True),
+            Control("seconds", "video length, s", SECONDS, rare=True),
             Control("rate", "frames per second", RATES, rare=True),
-            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu", rare=True),
+            Control("convention", "compare with", [OURS, *CONVENTIONS], kind="menu", rare=True),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))
@@ -155,7 +155,8 @@ class PositionsExplorer(Explorer):
 
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
-        other = "" if row["other"] is None else f" With {options['convention']}, delta is {row['other_delta']}."
+        release, _, rule = options["convention"].partition(": ")
+        other = "" if row["other"] is None else f" In {release}, {rule}, so delta is {row['other_delta']}."
         return (
             f"A {options['family']} prompt of {row['positions'].shape[1]} tokens with an image of shape "
             f"{options['image']} and a video of {options['seconds']} s at {options['rate']} frames per second has "

@@ -98,8 +98,8 @@ export default explorer(view => {
   }
   view.canvas({
     name: () => rules.map((rule, k) => `${rule}: text continues at ${view.row.rules[k].end}`).join("; "),
-    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text, whose h and w are equal, so it runs down the diagonal. Circles: tokens of the overview, under the slices. " +
-      "Frames at the same position are drawn like a fan of cards",
+    caption: () => "The same tokens at their positions h (down) and w (to the right). Gray: text, whose h and w are equal, so it runs down the diagonal. Circles: tokens of the overview that lie under slices. " +
+      "Frames at the same positions are fanned out like cards",
     size: () => [MAPS(), Math.ceil(4 / columns()) * (side() + HEAD + FOOT)],
     at(x, y) {
       for (let k = 0; k < 4; k++) {
@@ -177,7 +177,7 @@ export default explorer(view => {
   }, () => {
     if (!view.row.kept[view.item]) return "";
     const where = view.row.rules.map((found, k) => `${rules[k]} (${[0, 1, 2].map(axis => at(found, axis, view.item)).join(", ")})`);
-    return `t, h, w in ${where.join(", ")}. Rows, columns and positions are counted from 0`;
+    return `t, h, w under each rule: ${where.join(", ")}. Rows, columns and positions are counted from 0`;
   });
   return { count: () => view.row.kept.length, walk: "token by token" };
 });

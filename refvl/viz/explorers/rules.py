@@ -23,7 +23,7 @@ RULES = {
     "Qwen2.5-VL": "each slice after the previous one; frames share h and w",
     "Qwen3-VL": "slices and frames one after another",
     "MiniCPM-V 4.7": "each slice at its location in the image",
-    "like plain text": "no model: each token adds 1",
+    "like plain text": "not a model: each token adds 1",
 }
 SLICES, FRAMES, PRUNED = (1, 2, 4, 6), (2, 4), (0.0, 0.5)
 SIZE, CUT = (768, 512), SliceConfig(scale_resolution=168, patch_size=14, multiple=4)  # a token covers 56 x 56 px
@@ -71,7 +71,7 @@ class PositionRulesExplorer(Explorer):
         video = load_video(clip, num_frames=max(FRAMES))
         self.frames = [ImageOps.fit(Image.fromarray(frame), (240, 160)) for frame in video.frames]
         controls = [
-            Control("slices", "slices at most", SLICES),
+            Control("slices", "max slices", SLICES),
             Control("frames", "frames", FRAMES),
             Control("pruned", "pruned from the video", ["nothing", "half"], kind="menu"),
         ]
@@ -119,7 +119,7 @@ class PositionRulesExplorer(Explorer):
         columns, rows = row["grid"]
         cut = f"cut into {columns} x {rows} slices" if columns else "that is not cut"
         ends = ", ".join(f"{found['end']} ({rule})" for rule, found in zip(RULES, row["rules"], strict=True))
-        lost = "half of it pruned, " if options["pruned"] == "half" else ""
+        lost = "with half of its tokens pruned, " if options["pruned"] == "half" else ""
         return (
             f"After an image {cut} and a video of {options['frames']} frames, {lost}the next text token is at "
             f"position {ends}."

@@ -255,7 +255,7 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
     const [width, height] = size(), scale = devicePixelRatio || 1, pen = canvas.getContext("2d");
     Object.assign(canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
     canvas.style.width = `${width}px`;
-    canvas.setAttribute("aria-label", name() + (step ? "; arrow keys move" : ""));
+    canvas.setAttribute("aria-label", name() + (step ? "; use the arrow keys to move" : ""));
     text.textContent = caption?.() ?? name();
     text.ariaHidden = !caption;  // read out once
     pen.scale(scale, scale);

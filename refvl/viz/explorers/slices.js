@@ -109,7 +109,7 @@ export default explorer(view => {
     },
   });
   view.canvas({
-    name: () => "Step3-VL's overview, a square for any shape",
+    name: () => "Step3-VL's overview, a square whatever the shape of the photo",
     caption: () => `Overview: squeezed to ${view.shared.overview} x ${view.shared.overview} px`,
     size: () => [SMALL, SMALL],
     at: () => item(1, 0),
@@ -126,7 +126,7 @@ export default explorer(view => {
   view.column("What each cut costs");
   view.canvas({
     name: () => `prompt lengths: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens} tokens`,
-    caption: () => "The photo in both prompts, on one scale. 0: the overview. Orange: a newline token. Special: tokens that mark crops",
+    caption: () => "The tokens of the photo in both prompts, drawn to the same scale. 0: the overview. Orange: a newline token. Special: tokens that mark the parts",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
       const family = y < LINE() ? 0 : 1, scale = strip();
@@ -166,7 +166,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each turns every slice into one token; choose one. Right: the model's answer`,
+    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each query produces one token per slice; choose a query. Right: the model's answer`,
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
@@ -191,14 +191,14 @@ export default explorer(view => {
     const parts = [sliced(), cropped()][family], place = parts.findIndex(([k]) => k === part);
     const first = parts.slice(0, place).reduce((sum, [, length]) => sum + length, 0), length = parts[place][1];
     return `${part ? `${family ? "crop" : "slice"} ${part}` : "the overview"} of ${FAMILIES[family]}: ${length} tokens, ` +
-      `${first ? `after ${first} others` : "the first tokens of the image"}`;
+      `${first ? `after ${first} other tokens` : "the first tokens of the image"}`;
   }
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
-    return `query q${view.item} of ${queries}: the same query reads the overview and every slice, and becomes one token of each`;
+    return `query q${view.item} of ${queries} reads the overview and every slice, and produces one token for each of them`;
   }, () => {
     if (view.item >= Q) return "";
-    return `The small MiniCPM-V cuts at most ${view.shared.most} slices; to "${question}" it answers "${view.row.answer}"`;
+    return `The small MiniCPM-V cuts an image into at most ${view.shared.most} slices. Asked "${question}", it answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };
 });

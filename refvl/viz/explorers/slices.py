@@ -39,12 +39,8 @@ class SlicesExplorer(Explorer):
         "A photo too large for the image encoder is cut into parts, called slices or crops. A small overview of the "
         "whole is added."
     )
-    action = (
-        "Change the shape of the photo. Then choose one of the queries, below, to see what it reads in every slice."
-    )
-    takeaway = (
-        "MiniCPM-V fits its slices to the photo, Step3-VL cuts squares, and each pays with its own number of tokens."
-    )
+    action = "Change the shape of the photo. Then choose one of the queries below to see what it reads in every slice."
+    takeaway = "MiniCPM-V fits its slices to the photo, Step3-VL cuts squares, and each cut has its own cost in tokens."
 
     def __init__(self, image, slices: SliceConfig, crops: CropConfig, model: VLM | None, question: str):
         self.image, self.slices, self.crops = load_image(image), slices, crops
@@ -126,7 +122,7 @@ class SlicesExplorer(Explorer):
         cropped = f"{crops[1]} x {crops[0]} crops" if crops[0] else "no crops"
         said = f"; a small MiniCPM-V answers {row['answer']!r}" if "answer" in row else ""
         return (
-            f"MiniCPM-V makes {sliced} ({row['slices']['tokens']} tokens) of a photo of {width} x {height} px, and "
+            f"From a photo of {width} x {height} px, MiniCPM-V makes {sliced} ({row['slices']['tokens']} tokens), and "
             f"Step3-VL makes {cropped} ({row['crops']['tokens']} tokens){said}."
         )
 

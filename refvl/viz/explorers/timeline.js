@@ -24,8 +24,8 @@ export default explorer(view => {
   };
 
   view.canvas({
-    name: () => `frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
-    caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in whole seconds, so neighbours can share one",
+    name: () => `the frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
+    caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in whole seconds, so neighbouring pairs can have the same timestamp",
     size: () => [W(), FILM + rules.length * LINE()],
     at: (px, py) => nearest(Math.max(0, Math.min(rules.length - 1, Math.floor((py - FILM) / LINE()))), px),
     step(i, dx, dy) {
@@ -66,7 +66,7 @@ export default explorer(view => {
 
   const shown = () => lineOf(view.item);
   view.canvas({
-    name: () => `the prompt's ${steps(shown())} pairs by the rule of ${rules[shown()]}, each followed by its timestamp`,
+    name: () => `the prompt's ${steps(shown())} pairs under the rule of ${rules[shown()]}, each followed by its timestamp`,
     caption: () => `The prompt of ${rules[shown()]}: the tokens of each pair, then its timestamp`,
     size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
     at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),
@@ -86,7 +86,7 @@ export default explorer(view => {
     const line = lineOf(view.item), step = stepOf(view.item), [first, second] = frames(line, step);
     const at = frame => `${frame} (${(frame / view.option("fps")).toFixed(2)} s)`;
     const pair = first === second ? `frame ${at(first)}, used twice` : `frames ${at(first)} and ${at(second)}`;
-    return `${rules[line]}, pair ${step + 1}: ${pair}; the prompt says ${sampled()[line].timestamps[step]}`;
+    return `${rules[line]}, pair ${step + 1}: ${pair}; their timestamp in the prompt is ${sampled()[line].timestamps[step]}`;
   });
   return { count: () => rules.length * most() };
 });

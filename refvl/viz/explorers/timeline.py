@@ -18,10 +18,10 @@ class TimelineExplorer(Explorer):
     _esm = module("timeline")
     title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
-    terms = "GLM reads a video as pairs of frames. Three of its releases choose the frames by different rules."
-    action = 'Press "make it longer", and compare the frames that the three releases keep from the longer video.'
+    terms = "GLM reads a video as pairs of frames. Its releases choose the frames by three different rules."
+    action = 'Press "make it longer" and compare the frames that each rule keeps from the longer video.'
     takeaway = (
-        "Each release keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
+        "Each rule keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
     )
 
     def __init__(self, duration: float, fps: float, variant: str):
@@ -62,4 +62,4 @@ class TimelineExplorer(Explorer):
             f"{name} samples {len(set(sample['indices'].tolist()))} frames in {len(sample['timestamps'])} grid steps"
             for name, sample in zip(VARIANTS, row["sampled"], strict=True)
         )
-        return f"Of the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} frames per second, {each}."
+        return f"From the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} frames per second, {each}."

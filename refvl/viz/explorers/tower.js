@@ -72,7 +72,7 @@ export default explorer(view => {
 
   const upright = () => view.fit(700) >= 700;  // red, green and blue one below the other
   view.canvas({
-    name: () => `2. Its ${shown().values} pixel values`,
+    name: () => `2. The ${shown().values} pixel values of the patch`,
     size: () => (upright() ? [TILE, 3 * TILE + 2 * GAP] : [3 * TILE + 2 * GAP, TILE]),
     draw(pen) {
       if (view.item < 0) return;
@@ -87,13 +87,13 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `3. After ${view.option("stage")}: the less a patch is faded, the more similar its state is to the chosen one's`,
+    name: () => `3. After ${view.option("stage")}: the less a patch is faded, the more similar its state is to that of the chosen patch`,
     size, at, step,
     draw(pen) { map(pen, stage(), 0, 0, W(), "large"); },
   });
 
   view.canvas({
-    name: () => `4. The tokens, of ${merge() ** 2} patches each: the less a token is faded, the more the answer "${shown().word}" attends to it`,
+    name: () => `4. The tokens, each made of ${merge() ** 2} patches: the less a token is faded, the more the answer "${shown().word}" attends to it`,
     size, at, step,
     draw(pen, width, height) {
       const c = W() * unit() * merge(), columns = grid()[1] / merge(), { looked } = shown(), most = Math.max(...looked);
@@ -115,7 +115,7 @@ export default explorer(view => {
   const apart = () => (WIDE() - small()) / (stages() - 1);
   view.canvas({
     name: () => "every block: the same maps, and the similarity of the chosen patch to the rest of its token",
-    caption: () => "The third map after every block; drag across them. Lines: how similar the chosen patch is, on average, to the other three patches of its token (orange) and to all others (gray). " +
+    caption: () => "Map 3 after every block; drag to choose a block. Lines: the mean similarity of the chosen patch to the other three patches of its token (orange) and to all other patches (gray). " +
       `1: alike; 0: unrelated; below 0: opposed. For ${shown().closer} of the ${count()} patches, the orange line gains on the gray one`,
     size: () => [WIDE(), TEXT + small() * size()[1] / W() + (view.big ? 190 : 120)],
     drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.round((x - small() / 2) / apart())))),
@@ -161,7 +161,7 @@ export default explorer(view => {
     const t = token_of(view.item), s = stage();
     const inside = at_stage(shown().segments, s), own = inside.filter(n => n === inside[view.item]).length;
     return `${said(view.item)}: ${s ? `${view.option("stage")} lets it attend to ${own} of ${count()} patches` : "no block has run yet, so it depends on its own pixels only"}. ` +
-      `With ${merge() ** 2 - 1} other patches it becomes token ${shown().offset + t} of the prompt, which gets ` +
+      `With ${merge() ** 2 - 1} other patches, it becomes token ${shown().offset + t} of the prompt, which gets ` +
       `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when the model says "${shown().word}".`;
   });
   return {

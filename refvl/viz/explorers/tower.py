@@ -30,10 +30,10 @@ class TowerExplorer(WatchedExplorer):
     title = "One patch through the tower"
     asks = "What becomes of a patch on its way through the tower?"
     terms = (
-        "The tower is the image encoder. Its blocks update a vector for every patch, the patch's state, and finally "
-        "merge four patches into a token."
+        "The tower is the image encoder. Its blocks update the state of every patch, which is a vector. In the end, "
+        "four patches are merged into one token."
     )
-    action = "Drag across the blocks: the orange line rises above the gray one. Then choose another patch."
+    action = "Drag across the blocks: the orange line rises above the gray one. Then choose a different patch."
     takeaway = (
         "A patch starts as pixels and ends as a quarter of its token; block by block, it comes closer to the token's "
         "other patches."

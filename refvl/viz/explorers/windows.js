@@ -80,14 +80,14 @@ export default explorer(view => {
   }, () => {
     const t = token();
     return `It is row ${view.item} of the input and belongs to merged token ${t} of ${tokens()}` +
-      (windowed ? `, which is number ${place(t)} in window order. Windows are counted from 1, all else from 0.` : ". All are counted from 0.");
+      (windowed ? `, which is number ${place(t)} in window order. Windows are counted from 1, everything else from 0.` : ". All are counted from 0.");
   });
   const parts = { count: () => view.row.patches.length / 2 };
   if (!windowed) return parts;
 
   view.canvas({
-    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
-    caption: () => "The new order loses no location: each patch carries its row (first line) and its column (second) as angles of rotary pairs",
+    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second line)",
+    caption: () => "The new order loses no location: each patch carries its row (first line) and its column (second line) as angles of rotary pairs",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
@@ -130,7 +130,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "which token attends to which, in window order",
-    caption: () => "Which token attends to which, in window order: only to those of its own square. The squares begin at the numbers in cu_seqlens",
+    caption: () => "Which token attends to which, in window order: a token attends only to the tokens of its own square. The squares begin at the numbers in cu_seqlens",
     size: () => [side(), side()],
     at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),
     draw(pen, width, height) {

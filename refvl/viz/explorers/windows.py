@@ -33,8 +33,8 @@ class WindowsExplorer(Explorer):
     title = "Patches and windows"
     asks = "Which patches may attend to each other inside an image?"
     terms = (
-        "A patch is a square of pixels; four patches merge into one token. A window is a larger square, a group of "
-        "tokens."
+        "A patch is a square of pixels; four patches merge into one token. A window is a larger square that contains "
+        "several tokens."
     )
     action = "Make the window larger until one holds the whole image. Then choose a patch."
     takeaway = (

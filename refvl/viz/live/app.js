@@ -179,7 +179,7 @@ function sentences() {
   $("mend").hidden = !S.isBroken();
   const runner = el("p", { className: "next" }, `runner-up: “${label(top[1][0])}”, ${chance(top[1][1])}`);
   const margin = `margin ${(top[0][2] - top[1][2]).toFixed(1)}`;
-  runner.append(el("span", { textContent: margin, title: "how far its score is ahead of the runner-up" }));
+  runner.append(el("span", { textContent: margin, title: "how far the first word's score is ahead of the runner-up's" }));
   $("answer").replaceChildren(el("p",
     { className: `word${S.isWrong ? " bad" : ""}${S.said.length > 30 ? " long" : ""}`, textContent: S.said }), runner);
   $("lookline").textContent = lookWords(S);
@@ -220,9 +220,9 @@ function table() {
   if (tableFor === key && $("table").children.length) return marks(), undefined;
   tableFor = key;
   const names = Object.keys(SWITCHES).filter(S.offers), one = S.target(), everything = [...Array(S.M).keys()];
-  const rows = [["As it was built", {}, []], ...names.map(name => [SWITCHES[name].name, { [name]: true }, []]),
+  const rows = [["Unmodified model", {}, []], ...names.map(name => [SWITCHES[name].name, { [name]: true }, []]),
     [`Without the token “${PLACES[one]}”`, {},
-      everything.filter(m => m % CELLS === one)], ["Without any token of the image", {}, everything]];
+      everything.filter(m => m % CELLS === one)], [`Without any token of the ${S.kind === "clip" ? "video" : "image"}`, {}, everything]];
   const nodes = rows.map(([name, breaks, drop]) => {
     const node = el("button", {}, el("span", { textContent: name }), el("span", { textContent: "…" }));
     node.onclick = () => { S.breaks = { ...breaks }; S.drop = new Set(drop); show(); think(); };
@@ -238,9 +238,9 @@ function table() {
     cell.textContent = said.length > 24 ? said.slice(0, 22) + "…" : said;
     if (said !== built) { cell.className = "bad"; wrong.push(record.steps[0].top[0][1]); }
     if (i === rows.length - 1) $("sure").textContent = wrong.length
-      ? `${wrong.length} of ${rows.length - 1} changes alter this answer. ` +
-        `The first word of a wrong answer never had less than ${chance(Math.min(...wrong)).replace("> ", "")}.`
-      : "None of them changes this answer. Ask where something is.";
+      ? `${wrong.length} of ${rows.length - 1} changes alter${wrong.length > 1 ? "" : "s"} this answer. ` +
+        `The first word of a wrong answer always had a probability of at least ${chance(Math.min(...wrong)).replace("> ", "")}.`
+      : "No change alters this answer. Ask where something is.";
   })));
   marks();
   pump();
@@ -287,7 +287,7 @@ function palette() {
     i => { if (S.roomTo(ways[i])) { S.direction = ways[i]; changed(); } }, ways.map(w => `Move ${w}`));
   ways.forEach((w, i) => { $("ways").children[i].disabled = !S.roomTo(w); });
   const kinds = ["picture", ...(DATA.prompts.clip ? ["clip"] : []), "photo"],
-    said = { picture: "Scene", clip: "Clip", photo: "Photo" };
+    said = { picture: "Scene", clip: "Video", photo: "Photo" };
   radios("kinds", kinds.map(k => said[k]), kinds.indexOf(S.kind), i => setKind(kinds[i]));
   const photos = Object.keys(DATA.photos);
   radios("photos", photos.map(name => `<img src="${DATA.photos[name].src}" alt="">`), photos.indexOf(S.photo),
@@ -339,7 +339,7 @@ function choosePhoto(name, source = DATA.photos[name]?.src) {
       changed();
       done();
     };
-    image.onerror = () => { document.querySelector(".own .note").textContent = "This file is no image that can be read."; done(); };
+    image.onerror = () => { document.querySelector(".own .note").textContent = "This file is not an image that the browser can read."; done(); };
     image.src = source;
   });
 }
@@ -515,7 +515,7 @@ all(".switch").forEach(box => {
     box.append(button);
   }
 });
-// EVS drops what did not change since the frame before
+// EVS drops the tokens that changed least since the previous frame
 $("evs").onclick = () => {
   S.drop = new Set(S.drop.size || !S.res ? [] : unchanged(S.res.tokens, S.M, 0.5));
   think();
@@ -524,7 +524,7 @@ function towerControls() {
   radios("blocks", [...Array(DATA.config.vision.depth).keys()].map(b => `${b + 1}`), S.block,
     b => { S.block = b; towerControls(); chosen(); });
   [...$("blocks").children].forEach((node,
-    b) => node.append(el("small", { textContent: S.hasWindows && b % 2 === 0 ? "windows" : "all" })));
+    b) => node.append(el("small", { textContent: S.hasWindows && b % 2 === 0 ? "windows" : "full" })));
   radios("tower-heads", ["mean", "1", "2", "3", "4"], S.towerHead + 1,
     h => { S.towerHead = h - 1; towerControls(); chosen(); });
 }

@@ -14,9 +14,9 @@ export const NUMBERS = [
     const at = slotOf(S.patch) * S.rowLength, row = S.res.rows.subarray(at, at + S.rowLength);
     const norm = S.breaks.raw ? "x / 255" : "(x / 255 − mean) / std";
     return [
-      ["a value", norm], ["the row begins", few(row.subarray(0, 6))],
-      ["its length", `3 colours × 2 frames × ${S.pixels.patch} × ${S.pixels.patch} = ${row.length}`],
-      ["lowest, highest", `${two(Math.min(...row))}, ${two(Math.max(...row))}`],
+      ["each value", norm], ["first values of the row", few(row.subarray(0, 6))],
+      ["length of the row", `3 colours × 2 frames × ${S.pixels.patch} × ${S.pixels.patch} = ${row.length}`],
+      ["minimum, maximum", `${two(Math.min(...row))}, ${two(Math.max(...row))}`],
     ];
   },
   function place(S, { slotOf }) {
@@ -25,7 +25,7 @@ export const NUMBERS = [
     const rule = S.breaks.lines ? "6·y + x" : "4·(3·⌊y/2⌋ + ⌊x/2⌋) + 2·(y mod 2) + (x mod 2)";
     return [
       ["the patch", `line y = ${y}, column x = ${x}, counted from 0`],
-      ["its entry", rule], ["with numbers",
+      ["its index in the list", rule], ["with these numbers",
         `${lead}${S.breaks.lines ? `6·${y} + ${x}` : `4·(3·${y >> 1} + ${x >> 1}) + 2·${y & 1} + ${x & 1}`} = ${slot}`],
     ];
   },
@@ -40,10 +40,10 @@ export const NUMBERS = [
       k = qkv.subarray(best * 3 * E + E + head * K, best * 3 * E + E + head * K + K);
     const state = states[S.block].subarray(me * E, (me + 1) * E), product = inner(q, k), rms = rootMeanSquare(state);
     return [
-      ["the norm before it", S.hasWindows ? `x / √(mean x² + 10⁻⁶) · w, here x / ${two(rms)}` : `(x − mean) / √(var + 10⁻⁶) · w + b`],
+      ["the norm before attention", S.hasWindows ? `x / √(mean x² + 10⁻⁶) · w, here x / ${two(rms)}` : `(x − mean) / √(var + 10⁻⁶) · w + b`],
       ["the patch's state", `${few(state.subarray(0, 5))} … ${E} numbers`],
-      [`q, head ${head + 1}`, `${few(q.subarray(0, 5))} … ${K}, rotated by its line and column`],
-      ["k of the patch it looks at most", `${few(k.subarray(0, 5))} …`],
+      [`q, head ${head + 1}`, `${few(q.subarray(0, 5))} … ${K} numbers, rotated by line and column`],
+      ["k of the patch it attends to most", `${few(k.subarray(0, 5))} …`],
       ["score", `q·k / √${K} = ${two(product)} / ${two(Math.sqrt(K))} = ${two(product / Math.sqrt(K))}`],
       ["share", `exp(score) / Σ exp = ${percent(shares[best])}`],
     ];
@@ -76,8 +76,8 @@ export const NUMBERS = [
       ["t, h, w", at.join(", ")], ["a pair (u, v) becomes", "(u cos α − v sin α, v cos α + u sin α)"],
       ...pairs.map(j => {
         const angle = at[S.axes[j]] * S.frequencies[j];
-        return [`pair ${j + 1}, by ${"thw"[S.axes[j]]}`,
-          `α = ${at[S.axes[j]]} · 5^(−${j}/16) = ${two(angle)}, ${Math.round(angle * 180 / Math.PI) % 360}° of a circle`];
+        return [`pair ${j + 1}, rotated by ${"thw"[S.axes[j]]}`,
+          `α = ${at[S.axes[j]]} · 5^(−${j}/16) = ${two(angle)} rad, or ${Math.round(angle * 180 / Math.PI) % 360}° modulo 360°`];
       }),
     ];
   },
@@ -85,20 +85,20 @@ export const NUMBERS = [
     const last = S.ids.length - 1, a = S.off + S.token,
       from = axis => S.res.positions[axis][last] - S.res.positions[axis][a];
     return [
-      ["a score depends on differences only", "t_q − t_k,  h_q − h_k,  w_q − w_k"],
+      ["a score depends only on differences", "t_q − t_k,  h_q − h_k,  w_q − w_k"],
       [`from “${label(S.ids[last])}”, the last token, to “${nameOfPlace(S.token)}”`, [0, 1, 2].map(from).join(", ")],
-      ["with h and w exchanged", [from(0), from(2), from(1)].join(", ")],
+      ["with h and w swapped", [from(0), from(2), from(1)].join(", ")],
     ];
   },
   function head(S) {
     const [l, h] = S.head, at = S.res.keep.indexOf(S.off + S.token);
     if (at < 0 || S.step) return [["choose",
-      S.step ? "the first word, to see its query and key" : "a token that has not been taken out"]];
+      S.step ? "the first word, to see its query and key" : "a token that has not been removed"]];
     const K = S.res.lastQueries[l].length / 4, q = S.res.lastQueries[l].subarray(h * K, h * K + K),
       from = (at * 2 + (h >> 1)) * K, k = S.res.keys[l].subarray(from, from + K);
     const product = inner(q, k), n = S.res.steps[0].look.length / 12;
     return [
-      [`q of the last token, layer ${l + 1}, head ${h + 1}`, `${few(q.subarray(0, 5))} … ${K}`],
+      [`q of the last token, layer ${l + 1}, head ${h + 1}`, `${few(q.subarray(0, 5))} … ${K} numbers`],
       [`k of “${nameOfPlace(S.token)}”`, `${few(k.subarray(0, 5))} …`],
       ["score", `q·k / √${K} = ${two(product)} / ${two(Math.sqrt(K))} = ${two(product / Math.sqrt(K))}`],
       ["share", `exp(score) / Σ exp = ${percent(S.res.steps[0].look[(l * 4 + h) * n + at])}`],

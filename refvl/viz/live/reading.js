@@ -114,9 +114,9 @@ function word({ S, L, p, pen, near, ease, hit, label, standing }, j) {
 function labels({ S, L, pen }) {
   const { seats } = L.flow(5), C = pen.colors, above = L.isPhone ? 23 : 34;
   const put = (j, text) => pen.text(text, seats[j].x - seats[j].w / 2, seats[j].y - above);
-  if (S.fold > 0) put(0, "what the system says");
-  put(S.fold, `what you show, in ${S.M === 9 ? "nine" : S.M} placeholders`);
-  put(S.off + S.M, "what you ask");
+  if (S.fold > 0) put(0, "system message");
+  put(S.fold, `your ${S.T > 1 ? "video" : "image"}: ${S.M === 9 ? "nine" : S.M} placeholders`);
+  put(S.off + S.M, "your question");
   const end = seats.at(-1), x = end.x + end.w / 2 + 14, size = L.isPhone ? 17 : 22;
   const said = S.said.length > 20 ? S.said.slice(0, 18) + "…" : S.said;
   if (said && x + pen.measure(said, size, "serif") < L.W - 8) pen.text(said, x, end.y,
@@ -156,8 +156,8 @@ function strands({ S, L, pen, position, hit }) {
     }
   });
   const said = isPhone ? ["t time", "h height", "w width"] : T > 1
-    ? ["t  time: up with every frame", "h  height: up with every line", "w  width: runs along every line"]
-    : ["t  time: the same for all nine", "h  height: up by one with every line", "w  width: runs along every line"];
+    ? ["t  time: rises with every frame", "h  height: rises with every line", "w  width: rises along every line"]
+    : ["t  time: the same for all nine", "h  height: +1 with every line", "w  width: +1 with every column"];
   const lx = Math.min(x(off + M) + (isPhone ? 4 : 34), L.W - (isPhone ? 78 : 260));
   said.forEach((text, axis) => {
     const y = levelOf(off) + (isPhone ? 12 : 18) + axis * (isPhone ? 17 : 26);
@@ -182,7 +182,7 @@ function dials({ S, L, pen, ease }) {
     r = Math.min(15, c * 0.36);
   const counts = [0, 1, 2].map(axis => S.axes.filter(a => a === axis).length), C = pen.colors;
   const by = AXES.map((axis, i) => `${counts[i]} by ${axis}`).join(", ");
-  pen.text(`What they do: ${n} pairs of every query and key are rotated, ${by}, the first fast, the last slowly`, x0, y - 38);
+  pen.text(`They rotate ${n} pairs of every query and key, ${by}: the first pair fastest, the last slowest`, x0, y - 38);
   S.axes.forEach((axis, j) => {
     const value = S.res ? S.res.positions[axis][S.col] : 0, angle = ease("dial" + j, value * S.frequencies[j], 4);
     const x = x0 + (j + 0.5) * c + (S.isInterleaved ? 0 : axis * 8);
@@ -249,7 +249,7 @@ function heads({ S, L, pen, hit }) {
     gap = isPhone ? 6 : 12;
   const q = Math.min((width - 3 * gap - (isPhone ? 0 : 16)) / 4, isPhone ? 44 : 84), pitch = q + (isPhone ? 14 : 34),
     top = top0 + (isPhone ? 0 : 46);
-  if (!isPhone) pen.text("12 heads, each looks its own way", x0, top0 + 4, { color: C.ink });
+  if (!isPhone) pen.text("12 heads, each with its own attention", x0, top0 + 4, { color: C.ink });
   for (let l = 0; l < 3; l++) for (let h = 0; h < 4; h++) {
     const x = x0 + h * (q + gap), y = top + l * pitch, isOn = S.head[0] === l && S.head[1] === h, u = q / 3;
     const seen = Array(CELLS).fill(0);
@@ -269,7 +269,7 @@ function heads({ S, L, pen, hit }) {
     hit(x - 4, y - 4, q + 8, q + 8 + (isPhone ? 4 : 22), "head", l * 4 + h);
   }
   if (isPhone) return;
-  pen.text(`how much of its attention goes to the ${T > 1 ? "clip, its frames summed" : "image"}`, x0,
+  pen.text(`share of attention on the ${T > 1 ? "video, summed over its frames" : "image"}`, x0,
     top + 3 * pitch + 4, { size: 12.5 });
   for (let l = 0; l < 3; l++) {
     pen.g.save();
@@ -288,7 +288,7 @@ function prompt({ S, L, pen, eased }) {
     pen.fade(clamp((eased["share" + m] || 0) * most), () => pen.fill(C.ink));
     pen.stroke(C.line);
   }
-  if (!L.isPhone) pen.text("the whole prompt, each token as dark as the same head looks at it",
+  if (!L.isPhone) pen.text("the whole prompt: the more a token stands out, the more this head attends to it",
     flow.seats[0].x - flow.seats[0].w / 2, flow.top - 30, { size: 12.5 });
 }
 

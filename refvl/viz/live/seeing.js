@@ -79,8 +79,8 @@ function opened({ S, L, pen, ease, eased, hit, seats, slotOf, sources }) {
   const formula = S.breaks.raw ? `${level} / 255 = ${value.toFixed(2)}` : normed;
   if (isPhone) { pen.text(`red ${level} becomes ${value.toFixed(2)}`, x, at - 4, { size: 12, color: C.ink }); return; }
   pen.text(formula, x, at + 2, { size: 13.5, color: C.ink, family: "mono" });
-  const twice = S.T > 1 ? "and of the next frame" : "every colour twice";
-  pen.text(`the red of this pixel, then ${(6 * size - 1).toLocaleString("en")} more; ${twice}`, x, at + 26);
+  const twice = S.T > 1 ? "from both frames" : "each colour twice";
+  pen.text(`this pixel's red, then ${(6 * size - 1).toLocaleString("en")} more values, ${twice}`, x, at + 26);
 }
 
 // ---------------------------------------------------------------- 2 and 3: the list, with the frames it came from

@@ -6,25 +6,25 @@ export const thing = (shape, color, place) => { const [x, y] = centre(place); re
 
 // where a break belongs, what its switch says, what it does, what the bar says, and for what it is offered
 export const SWITCHES = {
-  bgr: { chapter: 1, name: "Exchange red and blue", what: "the channels arrive in another order",
-    said: "red and blue exchanged" },
-  raw: { chapter: 1, name: "Forget mean and standard deviation", what: "levels from 0 to 1 go in as they are",
+  bgr: { chapter: 1, name: "Swap red and blue", what: "the channels arrive in the wrong order",
+    said: "red and blue swapped" },
+  raw: { chapter: 1, name: "Skip the normalisation", what: "values from 0 to 1 are used as they are",
     said: "not normalised" },
-  stale: { chapter: 1, name: "Forget to refill a buffer", what: "the rows of the last scene are still in it",
+  stale: { chapter: 1, name: "Forget to refill a buffer", what: "it still holds the rows of the previous scene",
     said: "a stale buffer", only: "picture" },
-  lines: { chapter: 2, name: "Read line by line", what: "rows from left to right, no blocks",
+  lines: { chapter: 2, name: "Read line by line", what: "patches from left to right, no blocks",
     said: "read line by line" },
-  unsorted: { chapter: 3, name: "Cut without sorting", what: "windows hold whoever stands there",
-    said: "windows shuffled", only: "windows" },
-  open: { chapter: 3, name: "Let every patch look at all", what: "no windows in any layer", said: "no windows",
+  unsorted: { chapter: 3, name: "Cut without sorting", what: "windows hold whichever patches come next",
+    said: "windows not sorted", only: "windows" },
+  open: { chapter: 3, name: "Let every patch look at all others", what: "no windows in any layer", said: "no windows",
     only: "windows" },
-  unsortedBack: { chapter: 4, name: "Forget to put them back", what: "the tokens stay in window order",
-    said: "never put back in order", only: "windows" },
+  unsortedBack: { chapter: 4, name: "Forget to restore the order", what: "the tokens stay in window order",
+    said: "order not restored", only: "windows" },
   deep: { chapter: 4, name: "Leave DeepStack out", what: "layers 1 and 2 get no features of earlier blocks",
     said: "without DeepStack", only: "deepstack" },
-  swap: { chapter: 7, name: "Exchange h and w", what: "the tokens trade their two numbers", said: "h and w exchanged" },
-  one: { chapter: 7, name: "One position for all", what: "every token on the same spot", said: "one position for all" },
-  back: { chapter: 7, name: "Reverse t", what: "the last frame gets the first time", said: "t reversed", only: "clip" },
+  swap: { chapter: 7, name: "Swap h and w", what: "h and w of each token trade places", said: "h and w swapped" },
+  one: { chapter: 7, name: "One position for all", what: "all tokens of the image in the same place", said: "one position for all" },
+  back: { chapter: 7, name: "Reverse t", what: "the last frame gets the first t", said: "t reversed", only: "clip" },
 };
 
 export function makeState(data, tokenizer) {

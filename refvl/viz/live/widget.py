@@ -27,7 +27,8 @@ class LivePage(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs):
         """Return the frame, with a still image and a sentence for places where it cannot run."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        text = f"A small {LIVE[self.checkpoint]} in the browser: paint a scene, ask, follow the image to the word."
+        text = f"A small {LIVE[self.checkpoint]} in the browser: paint a scene, ask about it, and follow your image "
+        text += "to the word."
         data |= {"text/plain": text}
         if STILL.is_file():
             data |= {"image/png": base64.b64encode(STILL.read_bytes()).decode()}

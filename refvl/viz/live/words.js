@@ -51,12 +51,12 @@ export function firstQuestion(S) {
 // ---------------------------------------------------------------- sentences
 
 const share = v => v > 0.9995 ? "≈ 100 %" : v < 0.0005 ? "≈ 0 %" : `${(100 * v).toFixed(1)} %`;
-const medium = S => S.kind === "clip" ? "clip" : "image";
+const medium = S => S.kind === "clip" ? "video" : "image";
 const frames = pair => `frames ${2 * pair + 1} and ${2 * pair + 2}`;
 
 export function brokenWords(S) {
   const out = S.drop.size, names = Object.keys(SWITCHES).filter(name => S.breaks[name]).map(name => SWITCHES[name].said);
-  if (out) names.push(out === S.M ? "no image" : out === 1 ? "one token taken out" : `${out} tokens taken out`);
+  if (out) names.push(out === S.M ? `no ${medium(S)}` : out === 1 ? "one token removed" : `${out} tokens removed`);
   return names.join(", ") + (S.isWrong ? "" : ": same answer");
 }
 
@@ -64,18 +64,18 @@ export function lookWords(S) {
   const name = i => { const [r, c] = gridOf(i); return `line ${r + 1}, column ${c + 1}`; };
   const others = [...S.look.keys()].filter(i => i !== S.patch);
   const best = others.reduce((a, b) => S.look[b] > S.look[a] ? b : a);
-  const when = S.T > 1 ? `, ${frames(Math.floor(best / 36))}` : "", anywhere = S.T > 1 ? "anywhere in its frames" : "anywhere";
+  const when = S.T > 1 ? `, ${frames(Math.floor(best / 36))}` : "", anywhere = S.T > 1 ? "any patch of its two frames" : "any patch";
   const isFull = !S.hasWindows || S.block % 2 === 1 || S.breaks.open;
-  const where = isFull ? `In this layer it may look ${anywhere}.` : "Everything stays in its window.";
-  return `The patch in ${name(S.patch)} takes most from ${name(best)}${when}: ${share(S.look[best])}. ${where}`;
+  const where = isFull ? `In this layer, it may attend to ${anywhere}.` : "Its attention stays within its window.";
+  return `Apart from itself, the patch in ${name(S.patch)} attends most to ${name(best)}${when} (${share(S.look[best])}). ${where}`;
 }
 
 export function dropWords(S) {
   const out = [...S.drop].map(nameOfPlace);
-  if (!out.length) return `With all ${S.M} it says “${S.said}”.`;
+  if (!out.length) return `With all ${S.M} tokens, the model says “${S.said}”.`;
   const listed = out.length > 4 ? `${out.length} tokens` : out.map(n => `“${n}”`).join(", ");
-  const named = out.length === S.M ? "any of them" : listed;
-  return `Without ${named} it says “${S.said}”${S.isWrong ? `, not “${S.truth}”` : ""}.`;
+  const named = out.length === S.M ? "any of the tokens" : listed;
+  return `Without ${named}, the model says “${S.said}”${S.isWrong ? `, not “${S.truth}”` : ""}.`;
 }
 
 export function mapWords(S) {
@@ -85,7 +85,7 @@ export function mapWords(S) {
     const why = isWhere ? "this answer is its own mirror image" : "the question does not depend on positions";
     return `Still “${S.said}”: ${why}.`;
   }
-  return isWhere ? `Now: “${S.said}”. Flip a switch and watch both, stamp and answer.`
+  return isWhere ? `Now: “${S.said}”. Flip a switch and watch both the stamp and the answer.`
     : `Now: “${S.said}”. This question does not depend on positions: ask where something is.`;
 }
 
@@ -93,8 +93,8 @@ export function headWords(S, word) {
   const seen = [...S.share.slice(S.off, S.off + S.M)], best = seen.indexOf(Math.max(...seen));
   const sum = seen.reduce((a, b) => a + b, 0), when = S.T > 1 ? ` of ${frames(Math.floor(best / CELLS))}` : "";
   const [whole, most] = [sum, seen[best]].map(v => Math.round(100 * v));
-  return `Layer ${S.head[0] + 1}, head ${S.head[1] + 1}, before “${word}”: ${whole} % goes to the ${medium(S)}, ` +
-    `${most} % to ${nameOfPlace(best)}${when}.`;
+  return `Before “${word}”, head ${S.head[1] + 1} of layer ${S.head[0] + 1} gives ${whole} % of its attention to the ${medium(S)}, ` +
+    `and ${most} % to ${nameOfPlace(best)}${when} alone.`;
 }
 
 // parts of a sentence, [text, axis or ""]
@@ -102,15 +102,15 @@ export function positionWords(S, label) {
   const at = [0, 1, 2].map(axis => S.res.positions[axis][S.col]), isSeen = S.col >= S.off && S.col < S.off + S.M;
   const name = isSeen ? nameOfPlace(S.col - S.off) : label(S.ids[S.col]).replace("⏎", "line break");
   return [
-    [isSeen ? "The token of " : "The token "], [name, "name"], [" is at "], [`t ${at[0]}`, "t"], [", "], [`h ${at[1]}`, "h"],
-    [", "], [`w ${at[2]}`, "w"], [`. After the ${medium(S)}, text goes on at ${S.res.positions[0][S.off + S.M]}.`],
+    [isSeen ? `The ${medium(S)} token at ` : "The token "], [name, "name"], [" has "], [`t ${at[0]}`, "t"], [", "], [`h ${at[1]}`, "h"],
+    [", "], [`w ${at[2]}`, "w"], [`. After the ${medium(S)}, text continues at ${S.res.positions[0][S.off + S.M]}.`],
   ];
 }
 
 export function inputWords(S) {
   const things = S.things.map(t => `${t.color} ${t.shape}, ${PLACES[placeOf(t)]}`).join("; ") || "empty";
   if (S.kind === "photo") return "A photograph";
-  return S.kind === "clip" ? `A video: ${things}; the first moves ${S.direction}` : `The image: ${things}`;
+  return S.kind === "clip" ? `A video: ${things}; the first shape moves ${S.direction}` : `The image: ${things}`;
 }
 
 // ---------------------------------------------------------------- images on buttons
