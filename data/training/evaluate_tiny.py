@@ -288,9 +288,13 @@ def _table_zeroed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _relation(kind: str, split: str, index: int) -> Request | None:
+    """Draw a question about a scene in which some object has a neighbour, or shares a window."""
     scene = scenes.draw_scene(split, index)
+    answers = {q.answer for q in relations.questions(scene, relations.AS_IT_IS) if q.kind == kind}
+    if not answers - {relations.NOTHING}:
+        return None
     question = relations.draw_question(scene, relations.AS_IT_IS, kind, _rng(split, index))
-    return _request(index, question, media_of(scene)) if question.kind == kind else None
+    return _request(index, question, media_of(scene))
 
 
 def _relation_changed(kind: str, split: str, index: int) -> Request | None:

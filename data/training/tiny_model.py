@@ -229,7 +229,7 @@ class PromptBuilder:
                 columns += range(begin + len(tail) - answer_length - 1, begin + len(tail) - 1)
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
-        if pixels is not None:
+        if isinstance(pixels, np.ndarray):
             pixels = torch.from_numpy(np.require(pixels, requirements="W"))  # a copy if the original is read-only
         return Batch(
             pixels, grid, spans, ids, positions, mask,
