@@ -90,7 +90,7 @@ def anonymous_bytes() -> int:
     """Return the bytes of the process's memory that belong to no file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if not found:
-        raise ValueError("device: the memory of a CPU can be measured only on Linux")
+        raise ValueError("device: the memory of a CPU process can be measured only on Linux")
     return int(found[1]) * 1024
 
 

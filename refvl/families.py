@@ -99,7 +99,7 @@ FAMILIES = (
            cannot=NO_VIDEOS),
     MINICPMV("MiniCPM-V 2.0", ("minicpmv",), encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, version="2.0",
              text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config),
-             cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
+             cannot=NO_PLACES | {"graphs": "whose encoder has no graph path; load it with graphs=None"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
     MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work in the same way

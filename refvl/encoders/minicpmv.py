@@ -60,7 +60,7 @@ class MiniCPMVEncoderConfig:
         check_positive_int(self.query_num, "query_num")
         if self.hidden_size % self.resampler_heads:
             raise ValueError(
-                f"hidden_size: must be a multiple of {self.resampler_heads} resampler heads, got {self.hidden_size}"
+                f"hidden_size: must be a multiple of resampler_heads={self.resampler_heads}, got {self.hidden_size}"
             )
 
     @classmethod
@@ -259,7 +259,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     @property
     def graph_attention(self) -> str:
         """Raises ValueError, because this version has no graph path."""
-        raise ValueError("graphs: MiniCPM-V 2.0 has no graph path; its encoder runs eagerly (load with graphs=None)")
+        raise ValueError("graphs: not supported by MiniCPM-V 2.0, whose encoder runs eagerly; load it with graphs=None")
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):

@@ -56,7 +56,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if self.downsample_mode not in ("16x", "4x"):
             raise ValueError(f"downsample_mode: expected '16x' or '4x', got {self.downsample_mode!r}")
         if self.folds and not 0 <= self.insert_layer_id < self.num_hidden_layers:
-            raise ValueError(f"insert_layer_id: expected 0 to {self.num_hidden_layers - 1}, got {self.insert_layer_id}")
+            raise ValueError(f"insert_layer_id: must be in [0, {self.num_hidden_layers}), got {self.insert_layer_id}")
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":

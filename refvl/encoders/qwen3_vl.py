@@ -67,7 +67,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
             raise ValueError(f"num_position_embeddings: must be a square number, got {self.num_position_embeddings}")
         if len({*self.deepstack_visual_indexes} & {*range(self.depth)}) != len(self.deepstack_visual_indexes):
             raise ValueError(
-                f"deepstack_visual_indexes: must be different blocks, 0 to {self.depth - 1}, "
+                f"deepstack_visual_indexes: expected distinct block indices from 0 to {self.depth - 1}, "
                 f"got {list(self.deepstack_visual_indexes)}"
             )
 

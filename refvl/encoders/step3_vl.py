@@ -65,7 +65,7 @@ class Step3VisionConfig(TowerConfig):
         for name in ("image_size", "crop_size"):
             size = getattr(self, name)
             if size < 2 * self.patch_size:
-                raise ValueError(f"{name}: must be at least two patches of {self.patch_size}, got {size}")
+                raise ValueError(f"{name}: must be at least two patches of {self.patch_size} px, got {size} px")
 
     @classmethod
     def from_hf(
@@ -206,7 +206,7 @@ class Step3VisionEncoder(Tower):
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_squares(pixel_values, attention)
         if (metadata is None) == (layouts is None):
-            raise ValueError("forward: patch rows need exactly one of layouts and metadata")
+            raise ValueError("forward: with patch rows, pass exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         weight = next(self.parameters())
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)

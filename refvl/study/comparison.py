@@ -92,11 +92,13 @@ class Stages:
         shapes = _shapes(found)
         if shapes != promised:
             differing = min(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
-            raise ValueError(f"{file}: does not match {MANIFEST} for {differing!r}")
+            raise ValueError(f"{file}: expected the tensors listed in {MANIFEST}, but {differing!r} differs")
         for name, x in found.items():
             stage, _, what = name.partition("/")
             if stage not in STAGES or not what:
-                raise ValueError(f"{manifest}: expected names in the stages {list(STAGES)}, got {name!r}")
+                raise ValueError(
+                    f"{manifest}: expected names of the form stage/name, with a stage from {list(STAGES)}, got {name!r}"
+                )
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
                 raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]

@@ -220,7 +220,7 @@ def chat(
     if jsonl is not None:
         _answer_file(load, jsonl, out, {"PROMPT": prompt, "image": image, "video": video} | alone, common)
     if out is not None:
-        raise ValueError("out: needs --jsonl, which writes a file of answers")
+        raise ValueError("out: supported only with --jsonl, which writes a file of answers")
     if prompt is None:
         raise ValueError("prompt: expected a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
@@ -248,7 +248,9 @@ def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
-    with_: Annotated[Other | None, typer.Option("--with", help="also run transformers' model, and compare")] = None,
+    with_: Annotated[
+        Other | None, typer.Option("--with", help="also run transformers' model, and compare the two runs")
+    ] = None,
     save: Annotated[str | None, typer.Option(help="save tensors of all stages to a new or empty folder")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -319,7 +321,9 @@ def compare(
         help="tolerance, relative to a stage's largest value; default: 0.001, or the expected rounding error in the "
         "text model")] = None,
     atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
-    model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="the checkpoint of one of the runs, to test possible causes of a difference")
+    ] = None,
 ):  # fmt: skip
     """Compare two saved runs: print the first difference, its size, its location and its usual cause.
 
@@ -385,7 +389,9 @@ def info(
 def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
-    out: Annotated[str, typer.Option(help="for shards and manifest.json; media already encoded there are skipped")],
+    out: Annotated[
+        str, typer.Option(help="the folder for shards and manifest.json; media already encoded there are skipped")
+    ],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
     force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,

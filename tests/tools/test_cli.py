@@ -70,7 +70,8 @@ def test_info_on_a_released_config(shell):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "nowhere/at/all", "Hi"], "checkpoint: no folder nowhere/at/all"),
+        (["chat", "nowhere/at/all", "Hi"], "checkpoint: expected an existing folder, a hub id (owner/name) or a"),
+        (["chat", "nowhere/at/all", "Hi"], "), got nowhere/at/all"),
         (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
         (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
         (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
@@ -332,5 +333,5 @@ def test_demo_without_matplotlib_answers_and_names_the_extra(tmp_path, monkeypat
     shown = io.StringIO()
     show(Console(markup=True, file=shown, width=120), tmp_path / "figures", "tiny-qwen2_5_vl", "cpu")
     assert "What color is the circle? red" in shown.getvalue()
-    assert shown.getvalue().endswith("figures: need matplotlib; pip install 'refvl[notebooks]'\n")
+    assert shown.getvalue().endswith("figures: matplotlib is missing; install it with pip install 'refvl[notebooks]'\n")
     assert not (tmp_path / "figures").exists()
