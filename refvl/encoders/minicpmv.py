@@ -140,7 +140,7 @@ class MiniCPMVEncoder(Tower):
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMVEncoder":  # type: ignore[override]  # no extra
-        """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
+        """Build the encoder from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in config.json."""
         if not isinstance(config, MiniCPMVEncoderConfig):
             config = MiniCPMVEncoderConfig.from_hf(config, cls.vpm_class.config_class)
         return cls(config, attention=attention)

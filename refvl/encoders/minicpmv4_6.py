@@ -188,7 +188,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
-        """Return a plan large enough for any batch within these limits: one slice contains all patches."""
+        """Return a plan large enough for any batch within these limits, with all patches in one slice."""
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),

@@ -73,7 +73,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":
-        """Return sizes for tests and figures: four blocks, two with a merger, and a table of 6 x 6 positions."""
+        """Return a small config for tests and figures: four blocks, two with a merger, and 6 x 6 positions."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96,
             num_position_embeddings=36, deepstack_visual_indexes=(1, 2),

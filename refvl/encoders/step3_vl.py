@@ -388,7 +388,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the positions of all first pieces and of all second pieces; each concatenated item has two pieces."""
+    """Return the indices of all first pieces and those of all second pieces, for items of two pieces each."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

@@ -51,7 +51,7 @@ PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 class LayerNames:
     """transformers' names for the parts of a family.
 
-    places: name -> the location of that module in a `VLM`. connector: the names of the connector's modules.
+    places: module name -> the module's location in a `VLM`. connector: the names of the connector's modules.
     renamed: alternative spellings of names, as regular expressions; the first match counts.
     """
 

@@ -128,7 +128,7 @@ class Difference:
     beyond: str = ""  # the number of rows, and the location of the first one
     cause: str = ""  # the usual cause of such a difference, or the cause that was found
     row: int = 0  # the index of the first row beyond tolerance
-    tried: bool = False  # whether a run of the model with this cause confirmed it
+    tried: bool = False  # whether the cause was confirmed by running the model with it
 
     def __str__(self) -> str:
         if not self.differs:

@@ -416,7 +416,7 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     shown = sys.stderr.isatty() and rank == 0
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
-    if rank == 0:  # if another rank failed, torchrun would end this one before it has printed
+    if rank == 0:  # if another rank exited with an error, torchrun would stop this rank before it could print
         clips = f" and {len(manifest['videos'])} videos" if manifest["videos"] else ""
         print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
         for name, reason in manifest["unreadable"].items():
