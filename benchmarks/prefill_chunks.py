@@ -127,7 +127,7 @@ def run(device: Device = "auto", repeats: Repeats = 3, write: Write = False) -> 
         "tokens": ">7",
         "first token": ">12",
         "peak": ">10",
-        "of it cache": ">12",
+        "of which cache": ">14",
     }
     table, rows = PrintedTable("highest memory and time to the first token", columns), []
     with tempfile.TemporaryDirectory() as folder:

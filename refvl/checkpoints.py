@@ -107,7 +107,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder}: expected {WEIGHTS}, or {INDEX} with its *.safetensors files, found neither")
+        raise FileNotFoundError(f"{folder}: expected {WEIGHTS}, or {INDEX} with its *.safetensors files, got neither")
     files = [folder / file for file in shards_of(folder, pattern)]
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that do not exist: {lacking}")

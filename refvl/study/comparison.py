@@ -100,7 +100,8 @@ class Stages:
                     f"{manifest}: expected names of the form stage/name, with a stage from {list(STAGES)}, got {name!r}"
                 )
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
-                raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
+                wanted = f"real numbers in {STAGES[stage] or '1 or 2'} dimension(s) for {name!r}"
+                raise ValueError(f"{file}: expected {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
         files = about.get("files")
         return cls(

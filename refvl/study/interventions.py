@@ -112,5 +112,5 @@ def _checked(name: str, made: Any, changed: Any) -> Any:
 
 def _in_words(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"one of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else repr(value)

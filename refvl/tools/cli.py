@@ -60,7 +60,7 @@ LookupTokens = Annotated[
     int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
 Adapter = Annotated[
-    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; effects of several add up")
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several adapters add up")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
@@ -466,7 +466,7 @@ def demo(
 
 
 @command()
-def notebooks(folder: Annotated[Path, typer.Argument(help="a new folder, or one without notebooks and data")]):
+def notebooks(folder: Annotated[Path, typer.Argument(help="a new folder, or a folder without notebooks and data")]):
     """Copy the notebooks of the course and their data into a folder."""
     from refvl.paths import copy_course
 
@@ -528,7 +528,7 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
     if sampling and not video:
         raise ValueError(f"{next(iter(sampling))}: needs a video file, but none was given")
     if pruning_rate and not video:
-        print("refvl: --pruning-rate prunes only videos, and none was given", file=sys.stderr)
+        print("refvl: --pruning-rate prunes only videos, and no video was given", file=sys.stderr)
 
 
 def main() -> None:

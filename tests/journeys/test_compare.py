@@ -344,8 +344,8 @@ HOSTILE = {
     "a pickle": (lambda f: (f / TENSORS).write_bytes(b"\x80\x04N."), "truncated or not a safetensors"),
     "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'decode tokens'], got 'think/0'"),
     "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'decode tokens'], got 'encode'"),
-    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "'encode/0' cannot be a torch.float32 of shape (2,)"),
-    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "'merge/x' cannot be a torch.float32 of shape ()"),
+    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "for 'encode/0', got torch.float32 of shape (2,)"),
+    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "for 'merge/x', got torch.float32 of shape ()"),
 }
 
 

@@ -238,7 +238,7 @@ def test_attention_help_names_every_backend(shell, monkeypatch):
 
 def test_pruning_without_a_video_is_said(shell, folder):
     status, _, err = shell("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
-    assert status == 0 and err == "refvl: --pruning-rate prunes only videos, and none was given\n"
+    assert status == 0 and err == "refvl: --pruning-rate prunes only videos, and no video was given\n"
     assert shell("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
 
 
