@@ -58,7 +58,7 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     if set(ids) == {NO_TIME}:
         return SliceGroup(slices)
     if not reads_times:
-        raise ValueError(f"{name}: temporal ids are supported only by MiniCPM-V 4.5, got {group.temporal_ids}")
+        raise ValueError(f"{name}: expected no temporal ids, which only MiniCPM-V 4.5 supports, got {ids}")
     return SliceGroup(slices, tuple(map(int, ids)))
 
 

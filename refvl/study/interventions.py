@@ -62,7 +62,7 @@ class Intervened(Trace):
         named = self.changes.keys() - RESULTS.keys() - {"position_table"}
         if unknown := sorted(named - set(tensors)):
             stages = [*RESULTS, "position_table", *tensors]
-            raise ValueError(f"replace: expected stages from {', '.join(stages)}, got {unknown[0]!r}")
+            raise ValueError(f"replace: expected one of the stages {', '.join(stages)}, got {unknown[0]!r}")
         return replace(plan, **{n: _checked(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
 
 
