@@ -346,7 +346,7 @@ def mask_of(embeds, thw):
         (
             lambda: compute_mrope_for_media((2, 4, 4), 2, -1, 1),
             ValueError,
-            "must be finite and not neg.* got -1",
+            "must be finite, not neg.* got -1",
         ),
         (lambda: restrict_positions(torch.zeros(3, 5).long(), torch.ones(4).bool()), ValueError, "keep_L: dimension 0"),
     ],
