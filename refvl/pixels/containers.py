@@ -144,19 +144,14 @@ def check_complete(container, packets: Packets, name: str) -> None:
             promised = float(stream.duration * stream.time_base)
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:
-            raise ValueError(
-                f"video: {name} is truncated: its header declares {promised:.2f} s, but its packets last only "
-                f"{seconds:.2f} s ({frames} frame(s))"
-            )
+            lengths = f"its header declares {promised:.2f} s, but its packets last only {seconds:.2f} s"
+            raise ValueError(f"video: {name} is truncated: {lengths} ({frames} frame(s))")
     if container.format.name in ("matroska,webm", "flv"):
         promised = (container.duration or 0) / 1e6
         seconds = _end_of_all_streams(container.name)
         if promised > 1.1 * seconds:
-            warnings.warn(
-                f"video: {name} seems truncated: its header declares {promised:.2f} s, but its packets end at "
-                f"{seconds:.2f} s; {frames} frame(s) are read",
-                stacklevel=5,
-            )
+            lengths = f"its header declares {promised:.2f} s, but its packets end at {seconds:.2f} s"
+            warnings.warn(f"video: {name} seems truncated: {lengths}; {frames} frame(s) are read", stacklevel=5)
 
 
 def _end_of_all_streams(path: str) -> float:
