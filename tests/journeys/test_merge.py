@@ -36,7 +36,7 @@ def test_expand_refuses_other_media_than_the_prompt_names(media):
     ("ids", "message"),
     [
         ([100, 100, 100, 1], r"expected 4 image placeholders for 1 image\(s\), got 3"),
-        ([100] * 5, "5 image placeholders"),
+        ([100] * 5, r"expected 4 image placeholders for 1 image\(s\), got 5"),
         ([100, 100, 1, 100, 100], "got a gap"),
         ([100] * 4 + [200], r"expected 0 video placeholders for 0 video\(s\), got 1"),
     ],
