@@ -145,13 +145,13 @@ class Tree:
         for line in self.process.stdout:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
-        raise RuntimeError(f"{what}: the process that measures it ended with status {self.process.wait()}")
+        raise RuntimeError(f"{what}: the measuring process ended with status {self.process.wait()}")
 
 
 def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
     """Yield each row that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
     if len(kernels := {tree.ask("kernel") for tree in trees.values()}) > 1:
-        raise RuntimeError(f"kernel: each tree measures the kernels, and they chose {kernels}; measure again")
+        raise RuntimeError(f"kernel: expected all trees to choose the same kernel, got {kernels}; measure again")
     groups = {name: tree.ask("groups") for name, tree in trees.items()}
     for group in common(groups):
         rows = {name: tree.ask(group) for name, tree in trees.items()}

@@ -65,10 +65,11 @@ def run() -> None:
         goals = "goals {page} and {lab} ms".format_map(record["goals_ms"])
         print(*explorer_rows(record), sep="\n")
         print(f"\nChromium {record['browser']}, {record['cores']} cores, load {record['load'][0]}, {goals}\n")
-        print(run_all_line(record["notebooks"]) if "notebooks" in record else "Not all notebooks ran yet: ALL=1", "\n")
+        missing = "Not all notebooks have run yet; run make test-browser with ALL=1"
+        print(run_all_line(record["notebooks"]) if "notebooks" in record else missing, "\n")
     else:
-        print(f"There is no {RECORD.name}: RECORD=1 make test-browser\n")
-    print(*(page_rows(SITE) if SITE.is_dir() else ["There is no site/: make site"]), sep="\n")
+        print(f"There is no {RECORD.name}; create it with RECORD=1 make test-browser\n")
+    print(*(page_rows(SITE) if SITE.is_dir() else ["There is no site/; create it with make site"]), sep="\n")
 
 
 if __name__ == "__main__":

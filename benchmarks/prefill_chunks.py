@@ -90,7 +90,7 @@ def anonymous_bytes() -> int:
     """Return the bytes of the process's memory that belong to no file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if not found:
-        raise ValueError("device: the memory of a CPU can be measured only on Linux")
+        raise ValueError("device: the memory of a CPU process can be measured only on Linux")
     return int(found[1]) * 1024
 
 
@@ -127,7 +127,7 @@ def run(device: Device = "auto", repeats: Repeats = 3, write: Write = False) -> 
         "tokens": ">7",
         "first token": ">12",
         "peak": ">10",
-        "of it cache": ">12",
+        "of which cache": ">14",
     }
     table, rows = PrintedTable("highest memory and time to the first token", columns), []
     with tempfile.TemporaryDirectory() as folder:

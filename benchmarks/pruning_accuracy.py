@@ -91,7 +91,9 @@ def run(
         file, asked = DATA / "measurements" / "pruning_accuracy.json", {row["model"] for row in measured["rows"]}
         kept = json.loads(file.read_text()) if file.is_file() else {"n": count}
         if kept["n"] != count:
-            raise SystemExit(f"{file.name} contains {kept['n']} videos of each kind; use that --count, or remove it")
+            raise SystemExit(
+                f"--count: expected {kept['n']}, as in {file.name}, got {count}; pass that count, or remove the file"
+            )
         for name, rows in measured.items():
             rows += [row for row in kept.get(name, []) if row["model"] not in asked]
             rows.sort(key=lambda row: row["model"])  # stable

@@ -80,7 +80,7 @@ def run(
     try:
         import torchao
     except ImportError as error:
-        raise ImportError("quantized: needs torchao: pip install -e '.[quantized]'") from error
+        raise ImportError("quantized: torchao is missing; install it with pip install -e '.[quantized]'") from error
     device, models = resolve_device("cpu"), {}
     for family in [*map(find_family, family_names()), STEP3]:
         rows = models[family.folder.name] = measure(family, count)

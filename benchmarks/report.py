@@ -53,7 +53,7 @@ def count_operations(call: Callable) -> int:
 def check_operations(what: str, call: Callable, expected: int) -> None:
     """Raise ArithmeticError unless a call executes as many operations as `expected`."""
     if (counted := count_operations(call)) != expected:
-        raise ArithmeticError(f"{what}: expected {expected:,} operations from its sizes, but the run has {counted:,}")
+        raise ArithmeticError(f"{what}: expected {expected:,} operations from its sizes, got {counted:,}")
 
 
 def announce(name: str, what: str, calls: int) -> None:

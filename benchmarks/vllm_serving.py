@@ -287,7 +287,7 @@ def main():
         if args.write:
             keep(name, args.n, rows)
     if failures:
-        raise SystemExit(f"requests that neither agree nor are explained: {'; '.join(failures)}")
+        raise SystemExit(f"requests: expected each to agree or to be explained, got neither for {'; '.join(failures)}")
 
 
 if __name__ == "__main__":

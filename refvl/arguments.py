@@ -67,7 +67,7 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
         raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
     rows = [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
     if (patches := sum(map(math.prod, rows))) > MAX_PATCHES:
-        raise ValueError(f"{name}: expected at most {MAX_PATCHES:,} patches in one plan, got {patches:,} in {items}")
+        raise ValueError(f"{name}: expected at most {MAX_PATCHES:,} patches in one plan, got {patches:,}")
     return rows
 
 
@@ -137,7 +137,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
             raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")
         kept = keep.bool()
         if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
-            raise ValueError(f"attention_mask[{i}]: expected all padding on the left, and a prompt without gaps")
+            raise ValueError(f"attention_mask[{i}]: expected padding only on the left, got padding elsewhere")
         if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
             raise ValueError(f"input_ids[{i}]: expected token ids from 0 to {vocab_size - 1}, got {outside[0]}")
     return mask.bool()
@@ -182,7 +182,7 @@ def as_seconds(values, count: int, name: str) -> list[float]:
     values = [value.item() if isinstance(value, Tensor) else value for value in values]
     for i, value in enumerate(values):
         if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # this also rejects nan
-            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
+            raise ValueError(f"{name}[{i}]: expected more than 0 and at most {MAX_SECONDS:,} seconds, got {value}")
     return [float(value) for value in values]
 
 

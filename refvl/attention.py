@@ -65,7 +65,7 @@ def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 6
     if requested == "auto":
         return available[0]
     if requested not in available:
-        where = f"{device} with {dtype} and heads of {head_dim}"
+        where = f"{device} with {dtype} and head_dim={head_dim}"
         raise ValueError(f"attention: {requested!r} cannot run on {where}; available: {available}")
     return requested
 

@@ -51,8 +51,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
         folder = shipped / path_or_id
     if not os.path.exists(folder):  # also False for a path that is too long or contains a NUL byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
-            known = f"a hub id has the form owner/name, and {', '.join(names)} are shipped"
-            raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} ({known})")
+            known = f"expected an existing folder, a hub id (owner/name) or a shipped model ({', '.join(names)})"
+            raise FileNotFoundError(f"path_or_id: {known}, got {printable(folder)}")
         folder = download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
@@ -107,7 +107,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder}: expected {WEIGHTS}, or {INDEX} with its *.safetensors files, found neither")
+        raise FileNotFoundError(f"{folder}: expected {WEIGHTS}, or {INDEX} with its *.safetensors files, got neither")
     files = [folder / file for file in shards_of(folder, pattern)]
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that do not exist: {lacking}")
@@ -147,7 +147,7 @@ def open_shard(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
+        raise ValueError(f"{file} is truncated or not a safetensors file ({error})") from error
 
 
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -114,7 +114,7 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
 def check_values(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it is dense and has values; raise TypeError naming `name` if it is sparse or on "meta"."""
     if tensor.layout != torch.strided or tensor.is_meta:
-        kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
     return tensor
 
@@ -147,7 +147,7 @@ def read_json(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 also raise ValueError
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
     return values

@@ -99,7 +99,7 @@ FAMILIES = (
            cannot=NO_VIDEOS),
     MINICPMV("MiniCPM-V 2.0", ("minicpmv",), encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, version="2.0",
              text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config),
-             cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
+             cannot=NO_PLACES | {"graphs": "whose encoder has no graph path; load it with graphs=None"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
     MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work in the same way
@@ -237,7 +237,7 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
         encoder = find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
     if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
-        raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights contain {stored:,}")
+        raise ValueError(f"vision_config: its tower would have {values:,} values, but the weights contain {stored:,}")
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
     return encoder.to(dtype).to_empty(device=device).eval()
 

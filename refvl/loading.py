@@ -166,7 +166,7 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
     if graphs is not None and not isinstance(graphs, (bool, dict)):
         raise TypeError(f"graphs: expected True, False or a dict of options, got {graphs!r}")
     if "trust_remote_code" in model_kwargs:
-        raise TypeError("trust_remote_code: refvl runs no code from a checkpoint; omit it")
+        raise TypeError("trust_remote_code: refvl runs no code from a checkpoint; omit this argument")
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
     if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):

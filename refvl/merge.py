@@ -70,7 +70,7 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
         expected = sum(item.num_tokens for _, item in items)
         if len(places) != expected:
             raise ValueError(
-                f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
+                f"input_ids: expected {expected} {kind} placeholders for {len(items)} {kind}(s), got {len(places)}"
             )
         used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
         for i, item, (t, h, w) in runs:
@@ -78,8 +78,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
             if places[used + length - 1] - offset + 1 != length:
                 raise ValueError(f"input_ids: expected {length} consecutive placeholders of {kind} {i}, got a gap")
             if spans[i] and places[used - 1] + 1 == offset:
-                lengths = [t * h * w for t, h, w in item.runs]
-                raise ValueError(f"input_ids: expected {kind} {i} in separate runs of {lengths}, got two without a gap")
+                parts = f"separate runs of {[t * h * w for t, h, w in item.runs]} placeholders"
+                raise ValueError(f"input_ids: expected {kind} {i} as {parts}, got two runs without a gap")
             spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
             used += length
     if int(input_ids[-1]) in token_ids.values():

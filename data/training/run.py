@@ -96,7 +96,7 @@ class Trainer:
         state = torch.load(path, weights_only=True)
         if (state["model"], state["recipe"]) != (self.family.name, asdict(self.recipe)):
             raise ValueError(
-                f"resume: the state in {path} belongs to a different recipe: {state['model']}, {state['recipe']}"
+                f"resume: expected a state of this model and recipe in {path}, got {state['model']}, {state['recipe']}"
             )
         self.step = state["step"]
         self.learner.load_state_dict(state["learner"])
@@ -248,7 +248,7 @@ def train(
     Raises FileNotFoundError if there is nothing to resume, ValueError if the state belongs to a different recipe.
     """
     if resume and not (out / "training_state.pt").exists():
-        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
+        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist; train without --resume first")
     out.mkdir(parents=True, exist_ok=True)
     if not resume:
         (out / "training_log.jsonl").unlink(missing_ok=True)

@@ -60,7 +60,7 @@ class MiniCPMVEncoderConfig:
         check_positive_int(self.query_num, "query_num")
         if self.hidden_size % self.resampler_heads:
             raise ValueError(
-                f"hidden_size: must be a multiple of {self.resampler_heads} resampler heads, got {self.hidden_size}"
+                f"hidden_size: must be a multiple of resampler_heads={self.resampler_heads}, got {self.hidden_size}"
             )
 
     @classmethod
@@ -140,7 +140,7 @@ class MiniCPMVEncoder(Tower):
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMVEncoder":  # type: ignore[override]  # no extra
-        """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
+        """Build the encoder from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in config.json."""
         if not isinstance(config, MiniCPMVEncoderConfig):
             config = MiniCPMVEncoderConfig.from_hf(config, cls.vpm_class.config_class)
         return cls(config, attention=attention)
@@ -259,7 +259,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     @property
     def graph_attention(self) -> str:
         """Raises ValueError, because this version has no graph path."""
-        raise ValueError("graphs: MiniCPM-V 2.0 has no graph path; its encoder runs eagerly (load with graphs=None)")
+        raise ValueError("graphs: not supported by MiniCPM-V 2.0, whose encoder runs eagerly; load it with graphs=None")
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):

@@ -56,7 +56,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if self.downsample_mode not in ("16x", "4x"):
             raise ValueError(f"downsample_mode: expected '16x' or '4x', got {self.downsample_mode!r}")
         if self.folds and not 0 <= self.insert_layer_id < self.num_hidden_layers:
-            raise ValueError(f"insert_layer_id: expected 0 to {self.num_hidden_layers - 1}, got {self.insert_layer_id}")
+            raise ValueError(f"insert_layer_id: must be in [0, {self.num_hidden_layers}), got {self.insert_layer_id}")
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
@@ -188,7 +188,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
-        """Return a plan large enough for any batch within these limits: one slice contains all patches."""
+        """Return a plan large enough for any batch within these limits, with all patches in one slice."""
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),

@@ -67,13 +67,13 @@ class Qwen3VLVisionConfig(GridVisionConfig):
             raise ValueError(f"num_position_embeddings: must be a square number, got {self.num_position_embeddings}")
         if len({*self.deepstack_visual_indexes} & {*range(self.depth)}) != len(self.deepstack_visual_indexes):
             raise ValueError(
-                f"deepstack_visual_indexes: must be different blocks, 0 to {self.depth - 1}, "
+                f"deepstack_visual_indexes: expected distinct block indices from 0 to {self.depth - 1}, "
                 f"got {list(self.deepstack_visual_indexes)}"
             )
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":
-        """Return sizes for tests and figures: four blocks, two with a merger, and a table of 6 x 6 positions."""
+        """Return a small config for tests and figures: four blocks, two with a merger, and 6 x 6 positions."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96,
             num_position_embeddings=36, deepstack_visual_indexes=(1, 2),

@@ -91,6 +91,6 @@ class Resampler2(Resampler):
         side = int(x.shape[1] ** 0.5)
         h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
         if h * w != x.shape[1]:
-            raise ValueError(f"tgt_size: expected h * w = {x.shape[1]}, the patches of x, got {(h, w)}")
+            raise ValueError(f"tgt_size: expected h * w = {x.shape[1]}, the number of patches in x, got {(h, w)}")
         metadata = self.plan([(h, w)] * len(x))
         return self.resample(x.flatten(0, 1), metadata).unflatten(0, (len(x), self.num_queries))

@@ -58,7 +58,7 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     if set(ids) == {NO_TIME}:
         return SliceGroup(slices)
     if not reads_times:
-        raise ValueError(f"{name}: expected temporal ids only for MiniCPM-V 4.5, got {group.temporal_ids}")
+        raise ValueError(f"{name}: expected no temporal ids, which only MiniCPM-V 4.5 supports, got {ids}")
     return SliceGroup(slices, tuple(map(int, ids)))
 
 
@@ -80,10 +80,10 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
         if not all(map(is_integer, ids)):
             raise TypeError(f"temporal_ids[{i}]: expected integers, got {ids}")
         if not ids or min(ids) < NO_TIME:
-            raise ValueError(f"temporal_ids[{i}]: expected at least one id, each -1 (no time) or more, got {ids}")
+            raise ValueError(f"temporal_ids[{i}]: expected at least one id, and none below -1 (no time), got {ids}")
     if sum(map(len, groups)) != num_slices:
         raise ValueError(
-            f"temporal_ids: expected one id per slice ({num_slices}), got {sum(map(len, groups))} in {groups}"
+            f"temporal_ids: expected one id for each of {num_slices} slices, got {sum(map(len, groups))} in {groups}"
         )
     return groups
 
@@ -97,7 +97,7 @@ def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=No
     P, sizes = tower.config.patch_size, as_sizes(tgt_sizes)
     check_shape(pixel_values, (len(sizes), tower.config.num_channels, P, "L"), "pixel_values")
     if pixel_values.shape[-1] % P:
-        raise ValueError(f"pixel_values: expected whole patches of {P} px, got {pixel_values.shape[-1]}")
+        raise ValueError(f"pixel_values: expected a width of whole patches of {P} px, got {pixel_values.shape[-1]} px")
     rows_BLC = pixel_values.unflatten(-1, (-1, P)).permute(0, 3, 1, 2, 4).flatten(2)
     lengths = [h * w for h, w in sizes]
     rows_NE = tower.encode(unpad(rows_BLC, lengths, "pixel_values"), tower.plan(sizes, position_sizes))
@@ -120,7 +120,7 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
     """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer rows."""
     if any(length > padded.shape[1] for length in lengths):
-        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches exceed the {padded.shape[1]} patches of {name}")
+        raise ValueError(f"tgt_sizes: expected at most {padded.shape[1]} patches per slice of {name}, got {[*lengths]}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])
 
 

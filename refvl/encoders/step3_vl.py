@@ -65,7 +65,7 @@ class Step3VisionConfig(TowerConfig):
         for name in ("image_size", "crop_size"):
             size = getattr(self, name)
             if size < 2 * self.patch_size:
-                raise ValueError(f"{name}: must be at least two patches of {self.patch_size}, got {size}")
+                raise ValueError(f"{name}: must be at least two patches of {self.patch_size} px, got {size} px")
 
     @classmethod
     def from_hf(
@@ -206,7 +206,7 @@ class Step3VisionEncoder(Tower):
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_squares(pixel_values, attention)
         if (metadata is None) == (layouts is None):
-            raise ValueError("forward: patch rows need exactly one of layouts and metadata")
+            raise ValueError("forward: with patch rows, pass exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         weight = next(self.parameters())
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
@@ -388,7 +388,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return the positions of all first pieces and of all second pieces; each concatenated item has two pieces."""
+    """Return the indices of all first pieces and those of all second pieces, for items of two pieces each."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

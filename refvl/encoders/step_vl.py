@@ -74,8 +74,8 @@ class StepVLVisionConfig(Step3VisionConfig):
         if self.head_dim % 4:
             raise ValueError(f"hidden_size: the head dimension must be a multiple of 4, got {self.head_dim}")
         for name in ("image_size", "crop_size"):
-            if getattr(self, name) % (4 * self.patch_size):
-                raise ValueError(f"{name}: must be a multiple of four patches, got {getattr(self, name)} pixels")
+            if (size := getattr(self, name)) % (4 * self.patch_size):
+                raise ValueError(f"{name}: must be a multiple of {4 * self.patch_size} px, got {size} px")
 
     @classmethod
     def tiny(cls) -> "StepVLVisionConfig":

@@ -165,11 +165,11 @@ def resolve_visual_encoder_outputs(
     if select_layers is None:
         if not isinstance(encoder_outputs, Tensor):
             kind = type(encoder_outputs).__name__
-            raise ValueError(f"encoder_outputs: without select_layers, expected the last one (one tensor), got {kind}")
+            raise ValueError(f"encoder_outputs: without select_layers, expected the last layer's tensor, got {kind}")
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
-        raise ValueError("max_possible_layers: expected the tower's depth with select_layers, got None")
+        raise ValueError("max_possible_layers: with select_layers, expected the tower's depth, got None")
     if isinstance(encoder_outputs, Tensor):
         raise ValueError("encoder_outputs: with select_layers, expected the list of all hidden states, got one tensor")
     if not select_layers:
@@ -185,7 +185,8 @@ def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_laye
     loaded = len(hidden_states) - 1
     index = layer if layer >= 0 else layer + max_possible_layers - loaded
     if not -len(hidden_states) <= index < len(hidden_states):
-        raise ValueError(f"select_layers: expected one of {loaded} layers of {max_possible_layers}, got layer {layer}")
+        known = f"one of the {loaded} loaded layers (the whole tower has {max_possible_layers})"
+        raise ValueError(f"select_layers: expected {known}, got layer {layer}")
     if layer < 0 <= index:
         beyond = f"layer {layer} of {max_possible_layers} is beyond the {loaded} loaded layers"
         warnings.warn(f"select_layers: {beyond}; hidden state {index} is read instead", stacklevel=3)

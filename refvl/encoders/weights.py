@@ -34,7 +34,7 @@ def load_strict(
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
-        raise ValueError(f"{type(module).__name__}: expected memory, got the meta device; call `to_empty` first")
+        raise ValueError(f"{type(module).__name__}: expected a real device, got the meta device; call `to_empty` first")
     targets, owners = _targets(stored, fuse)
     left_out = [] if skipped is None else skipped
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}

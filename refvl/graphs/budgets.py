@@ -143,7 +143,7 @@ def plan_batches(
     tokens = _check_counts(output_tokens, "output_tokens")
     frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")
     if len(frames) != len(tokens):
-        raise ValueError(f"frames: expected one per item ({len(tokens)}), got {len(frames)}")
+        raise ValueError(f"frames: expected one number for each of {len(tokens)} items, got {len(frames)}")
     max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
@@ -238,7 +238,7 @@ def _check_budgets(budgets: Sequence[int]) -> list[int]:
         {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(as_sequence(budgets, "budgets"))}
     )
     if not checked:
-        raise ValueError("budgets: expected at least one, got none")
+        raise ValueError("budgets: expected at least one budget, got none")
     return checked
 
 

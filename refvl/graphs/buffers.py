@@ -42,14 +42,14 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     Raises ValueError if the values do not fit, and TypeError for an unknown rule or an argument that is not a tensor.
     """
     if rule not in PAD_RULES:
-        raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
+        raise TypeError(f"{name}: expected a padding rule from {sorted(PAD_RULES)}, got {rule!r}")
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
     if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
         shape, captured = tuple(values.shape), tuple(buffer.shape)
-        raise ValueError(f"{name}: shape {shape} does not fit the captured {captured}")
+        raise ValueError(f"{name}: expected a shape that fits the captured {captured}, got {shape}")
     if rule == "repeat_last" and len(values) == 0 < len(buffer):
-        raise ValueError(f"{name}: nothing to repeat: expected at least one value, got none")
+        raise ValueError(f"{name}: expected at least one value to repeat, got none")
 
     count = len(values)
     buffer[:count].copy_(values, non_blocking=True)

@@ -109,4 +109,4 @@ def _check_capturable(function: Callable[[], Tensor]) -> None:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     if waits:
-        raise CaptureError(f"capture: {waits[0]}, which a graph cannot do")
+        raise CaptureError(f"capture: a graph cannot synchronise, but the function {waits[0]}")

@@ -157,7 +157,7 @@ class EncoderGraphManager:
         if budgets is None or "" in self.paths:
             given = dict.fromkeys(self.paths, budgets)
         if set(given) != set(self.paths):
-            raise ValueError(f"budgets: expected budgets for the paths {list(self.paths)}, got them for {list(given)}")
+            raise ValueError(f"budgets: expected a dict with the keys {list(self.paths)}, got {list(given)}")
         others = {"max_items": max_items, "max_frames": max_frames}
         self.limits = {
             name: _limits_of(path, min_budget, max_budget, budgets=given[name], **others)
@@ -186,7 +186,7 @@ class EncoderGraphManager:
             raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {self._wanted_backend!r}")
         on_cuda = self.encoder.device.type == "cuda"
         if self._wanted_backend == "cuda" and not on_cuda:
-            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, got one on {self.encoder.device}")
+            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, got an encoder on {self.encoder.device}")
         return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
@@ -372,7 +372,8 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
         max_budget = min(largest, MAX_UNITS * unit)
     smallest = max(unit, given["max_items"] or 1)
     if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
-        raise ValueError(f"max_budget: must fit one unit of every path, at least {smallest} tokens, got {max_budget}")
+        least = f"must be at least {smallest} tokens, so that one unit of every path fits"
+        raise ValueError(f"max_budget: {least}, got {max_budget}")
     limits = infer_limits(unit, max_budget, **given)
     if given["max_frames"]:
         return limits

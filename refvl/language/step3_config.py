@@ -111,7 +111,7 @@ def check_config(config: Step3TextConfig) -> None:
     if unknown := sorted(n for n in config.moe_layers if not 0 <= n < config.num_hidden_layers):
         raise ValueError(f"moe_layers_enum: expected indices of the {config.num_hidden_layers} layers, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:
-        raise ValueError(f"moe_top_k: expected at most {config.moe_num_experts}, all experts, got {config.moe_top_k}")
+        raise ValueError(f"moe_top_k: must not exceed moe_num_experts={config.moe_num_experts}, got {config.moe_top_k}")
 
 
 for _config in (Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig):

@@ -83,7 +83,7 @@ class Step3TextModel(PreTrainedModel):
         Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("inputs_embeds: expected either input_ids or inputs_embeds, got both or neither")
+            raise ValueError("forward: pass exactly one of input_ids and inputs_embeds")
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)

@@ -67,8 +67,8 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
     check_shape(pixels, ("T", 3, "H", "W"), "pixels")
     T, _, H, W = pixels.shape
     if T == 0 or H % config.factor or W % config.factor or not H * W:
-        needs = f"expected frames, and sides in multiples of {config.factor}"
-        raise ValueError(f"pixels: {needs}, got {tuple(pixels.shape)}")
+        needs = f"expected at least one frame, and sides that are multiples of {config.factor}"
+        raise ValueError(f"pixels: {needs}, got shape {tuple(pixels.shape)}")
     rows, grid = cut_rows(pixels, config, config.temporal_patch_size)
     return rows.flatten(1), grid
 

@@ -79,7 +79,8 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     to_x, to_y = (c, b) if is_turned else (a, d)  # the factors for the axes of the result
     others = (a, d) if is_turned else (b, c)
     if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
-        raise ValueError(f"video: {name} has a display matrix that is not a quarter turn; rotate the video itself")
+        what = "a display matrix whose angle is not a multiple of 90 degrees"
+        raise ValueError(f"video: {name} has {what}; rotate the frames and save the video again")
     image = image.swapaxes(0, 1) if is_turned else image
     return image[:: -1 if to_y < 0 else 1, :: -1 if to_x < 0 else 1]
 
@@ -143,19 +144,14 @@ def check_complete(container, packets: Packets, name: str) -> None:
             promised = float(stream.duration * stream.time_base)
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:
-            raise ValueError(
-                f"video: {name} is truncated: its header declares {promised:.2f} s, its packets {seconds:.2f} s, "
-                f"{frames} frame(s)"
-            )
+            lengths = f"its header declares {promised:.2f} s, but its packets last only {seconds:.2f} s"
+            raise ValueError(f"video: {name} is truncated: {lengths} ({frames} frame(s))")
     if container.format.name in ("matroska,webm", "flv"):
         promised = (container.duration or 0) / 1e6
         seconds = _end_of_all_streams(container.name)
         if promised > 1.1 * seconds:
-            warnings.warn(
-                f"video: {name} seems truncated: its header declares {promised:.2f} s, its packets {seconds:.2f} s, "
-                f"{frames} frame(s), which are read",
-                stacklevel=5,
-            )
+            lengths = f"its header declares {promised:.2f} s, but its packets end at {seconds:.2f} s"
+            warnings.warn(f"video: {name} seems truncated: {lengths}; {frames} frame(s) are read", stacklevel=5)
 
 
 def _end_of_all_streams(path: str) -> float:

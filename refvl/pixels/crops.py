@@ -148,7 +148,7 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
     pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
     for i, pair in enumerate(pairs):
         if 0 in pair and any(pair):
-            raise ValueError(f"{name}[{i}]: expected rows and columns above 0, or both 0 without crops, got {pair}")
+            raise ValueError(f"{name}[{i}]: expected rows and columns above 0, or (0, 0) without crops, got {pair}")
     return [CropLayout(*pair) for pair in pairs]
 
 
@@ -276,5 +276,5 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """
     height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
     if height != width or height < patch_size:
-        raise ValueError(f"pixels: expected squares of at least {patch_size} pixels, got {tuple(pixels.shape)}")
+        raise ValueError(f"pixels: expected squares of at least {patch_size} px, got shape {tuple(pixels.shape)}")
     return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)

@@ -51,6 +51,6 @@ def as_uint8(array: np.ndarray, what: str) -> np.ndarray:
     if array.size and not (array.min() >= 0 and array.max() <= 1):  # in this form, the check also fails for NaN
         raise ValueError(
             f"{what}: expected floats in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
-            "for example by 1 / 255, and pass the array"
+            "for example by 1 / 255, and pass the scaled array"
         )
     return (array.astype(np.float64) * 255).round().astype(np.uint8)

@@ -90,7 +90,7 @@ def sample_frame_indices(
         if fps is not None:
             raise ValueError(f"fps, num_frames: expected at most one, got fps={fps} and num_frames={num_frames}")
         if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
-            raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {num_frames}")
+            raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:
         fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")

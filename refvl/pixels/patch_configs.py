@@ -118,9 +118,9 @@ def smart_resize_video(
 ) -> tuple[int, int]:
     """Return the (height, width) by GLM's `smart_resize`: budgets count all frames; tiny images are enlarged first.
 
-    num_frames: the frames of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per grid
-    step; the budgets count whole steps. Raises ValueError if num_frames is smaller than temporal_factor, and for an
-    aspect ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
+    num_frames: the number of frames in the video; an image counts as `temporal_factor` frames. temporal_factor: the
+    number of frames per grid step; the budgets count whole steps. Raises ValueError if num_frames is smaller than
+    temporal_factor, and for an aspect ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
     ((476, 644), (84, 140))

@@ -76,5 +76,5 @@ def too_thin(width: int, height: int, limit: int) -> ValueError:
     """Return the error for an aspect ratio above `limit`."""
     ratio = max(height, width) / min(height, width)
     return ValueError(
-        f"expected an aspect ratio of at most {limit}, got {ratio:.1f}: {width} x {height} pixels (width x height)"
+        f"width, height: expected an aspect ratio of at most {limit}, got {ratio:.1f} for {width} x {height} pixels"
     )

@@ -31,7 +31,8 @@ def check_preprocessing(config) -> None:
         values = {name: getattr(config, name, 0) for name in names}
         if (pixels := math.prod(values[name] for name in names)) > LARGEST_IMAGE:
             given = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise ValueError(f"{names[0]}: expected images of at most {LARGEST_IMAGE:,} px, got {pixels:,} by {given}")
+            got = f"{pixels:,} px from {given}"
+            raise ValueError(f"{names[0]}: expected images of at most {LARGEST_IMAGE:,} px, got {got}")
 
 
 def known_fields(config_class, values: dict) -> dict:

@@ -79,8 +79,8 @@ class SliceConfig:
 class SliceGroup:
     """Slices that are encoded as one group: the (h, w) of each slice in patches, and their times in the video.
 
-    temporal_ids: one per slice, or -1 for an image; None: all are -1. An item's layout is a tuple of groups in the
-    order of its rows.
+    temporal_ids: one id per slice, which is -1 for a slice of an image; None if all ids are -1. An item's layout is a
+    tuple of groups in the order of its rows.
     """
 
     slices: tuple[Size, ...]

@@ -21,4 +21,5 @@ def frames_on_disk(shape: tuple[int, ...], what: str) -> np.ndarray:
             return np.memmap(file, np.uint8, "r+", shape=shape)
     except OSError as error:
         where = tempfile.gettempdir()
-        raise OSError(f"{what}: its frames need {size:,} bytes in {where}; see TMPDIR ({error.strerror})") from error
+        failed = f"cannot store {size:,} bytes of frames in {where} ({error.strerror})"
+        raise OSError(f"{what}: {failed}; set TMPDIR to a different folder") from error

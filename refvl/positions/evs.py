@@ -130,7 +130,7 @@ def recompute_mrope_positions(
         ids = check_integers(ids, "ids") if ids.numel() else ids
     _check_positions(check_shape(mrope_positions, (3, "at least L"), "mrope_positions"), "mrope_positions")
     if mrope_positions.shape[1] < ids.numel():
-        raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
+        raise ValueError(f"mrope_positions: expected {ids.numel()} positions or more, got {mrope_positions.shape[1]}")
     positions = mrope_positions[:, : ids.numel()].clone().long()
     marks = ("vision_start_token_id", vision_start_token_id), ("image_token_id", image_token_id)
     for name, token in (*marks, ("video_token_id", video_token_id)):
@@ -167,7 +167,8 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     """Write a piece at the first media token from `index` on, and the text after its item; return the piece's end."""
     remaining = is_media[index:].nonzero().flatten()
     if not len(remaining):
-        raise ValueError(f"{name}: {piece.shape[1]} positions, but no media tokens from prompt token {index} on")
+        wanted = f"expected media tokens for {piece.shape[1]} positions"
+        raise ValueError(f"{name}: {wanted}, got none from prompt token {index} on")
     start = index + int(remaining[0])
     lengths = ids.unique_consecutive(return_counts=True)[1]
     ends = lengths.cumsum(0)
@@ -175,10 +176,11 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     media_start, media_stop = int(ends[medium] - lengths[medium]), int(ends[medium])
     stop = start + piece.shape[1]
     if stop > media_stop:
-        raise ValueError(f"{name}: {piece.shape[1]} positions, but its media item has {media_stop - start} tokens left")
+        left = f"expected at most {media_stop - start} positions, the tokens left in its media item"
+        raise ValueError(f"{name}: {left}, got {piece.shape[1]}")
     if media_start and ids[media_start - 1] != vision_start_token_id:
-        no_start = f"does not follow a vision start ({vision_start_token_id})"
-        raise ValueError(f"input_ids: media token {media_start} {no_start}")
+        wanted = f"expected vision_start_token_id={vision_start_token_id} before media token {media_start}"
+        raise ValueError(f"input_ids: {wanted}, got {ids[media_start - 1]}")
     base = int(positions[0, media_start - 1]) + 1 if media_start else 0
     piece = piece.to(positions.device)
     positions[:, start:stop] = piece[:3] + base

@@ -59,7 +59,7 @@ def check_t_factor(t_factor: float, t: int, name: str) -> float:
     number = check_number(t_factor, name)
     if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # this also rejects nan
         raise ValueError(
-            f"{name}: must be finite and not negative, with {t} steps below position {MAX_POSITION}, got {t_factor}"
+            f"{name}: must be finite, not negative, and keep {t} steps below position {MAX_POSITION}, got {t_factor}"
         )
     return number
 
@@ -83,7 +83,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
             [0, 1, 2, 1, 2, 3]]), -2)
     """
     if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
-        raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} in a prompt, got {num_tokens}")
+        raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} tokens in a prompt, got {num_tokens}")
     if wrong := [span for span in as_sequence(spans, "spans") if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     end = 0
@@ -91,7 +91,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
         if span.offset < end or span.offset + span.num_tokens > num_tokens:
             raise ValueError(
                 f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}; "
-                f"expected tokens from {end} on, below {int(num_tokens)} (no overlap, inside the prompt)"
+                f"expected tokens from {end} on and below {int(num_tokens)} (no overlap, inside the prompt)"
             )
         end = span.offset + span.num_tokens
     positions_3L = mrope_positions(int(num_tokens), spans)

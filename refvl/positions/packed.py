@@ -65,7 +65,7 @@ def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
         if first < length <= last:
             length = first
     if length == 0:
-        raise ValueError(f"max_tokens: the prompt begins with an item of more than {max_tokens} tokens")
+        raise ValueError(f"max_tokens: must be at least {last + 1}, so that the first item fits, got {max_tokens}")
     return {
         "input_ids": trace.input_ids[:length],
         "positions": trace.positions[:, :length],
@@ -131,5 +131,5 @@ def _room(tokens: int, pad_to: int | None) -> int:
     if pad_to is None:
         return 0
     if check_positive_int(pad_to, "pad_to") < tokens:
-        raise ValueError(f"pad_to: the prompts have {tokens} tokens, which do not fit into {pad_to}; truncate them")
+        raise ValueError(f"pad_to: must be at least {tokens}, got {pad_to}; truncate the prompts or raise pad_to")
     return pad_to - tokens

@@ -134,5 +134,5 @@ def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool
 def _square_side(table: Tensor) -> int:
     side = math.isqrt(len(check_floats(check_shape(table, ("positions", "D"), "table"), "table")))
     if side == 0 or side**2 != len(table):
-        raise ValueError(f"table: expected the S * S positions of a square, got {len(table)}")
+        raise ValueError(f"table: expected a square number of positions, got {len(table)}")
     return side

@@ -73,7 +73,7 @@ def sample_video_frames(
     elif variant == "glm4v":
         if max_duration * target_fps > MAX_PATCHES:
             frames = f"{max_duration:g} s at {target_fps:g} frames per second"
-            raise ValueError(f"max_duration, target_fps: must be at most {MAX_PATCHES:,} frames, got {frames}")
+            raise ValueError(f"max_duration, target_fps: expected at most {MAX_PATCHES:,} frames in all, got {frames}")
         indices = _sample_glm4v(fps, total, duration, target_fps, max_duration)
     elif variant == "glm46v":
         step = check_count(temporal_patch_size, "temporal_patch_size")
@@ -161,5 +161,5 @@ def _check_indices(indices, total: int) -> list[int]:
         raise TypeError(f"frames_indices: expected integers, got {wrong[0]!r}")
     indices = [int(i) for i in indices]
     if not indices or min(indices) < 0 or max(indices) >= total:
-        raise ValueError(f"frames_indices: expected at least one frame, from 0 to {total - 1}, got {indices}")
+        raise ValueError(f"frames_indices: expected at least one index, each from 0 to {total - 1}, got {indices}")
     return indices

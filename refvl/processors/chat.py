@@ -51,7 +51,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         self.merge_size = config.vision_config.spatial_merge_size  # the side in patches of a merge block
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
-            raise ValueError(f"merge_size: spatial_merge_size is {self.merge_size}, but preprocessing has {sizes}")
+            raise ValueError(f"merge_size: expected the tower's spatial_merge_size, {self.merge_size}, got {sizes}")
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
@@ -162,7 +162,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
         """
         if self.tokenizer is None:
-            raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
+            raise ValueError("prompt: a model built from a config alone has no tokenizer; load a checkpoint folder")
         written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
             return self.apply_template(messages), ""

@@ -68,7 +68,7 @@ class Glm4vProcessor(ChatProcessor):
         if not isinstance(source, (str, Path)) or "num_frames" in options:
             return load_video(source, **options, limits=self.limits)
         if unknown := sorted(options.keys() - self.options.keys()):
-            raise ValueError(f"prompt: {type(self).__name__} accepts {sorted(self.options)} for a video, got {unknown}")
+            raise ValueError(f"prompt: expected only {sorted(self.options)} for a video, but also got {unknown}")
         settings = {self.options[name]: value for name, value in options.items()}
         return load_video(source, sample=partial(self.frame_indices, **settings), limits=self.limits)
 

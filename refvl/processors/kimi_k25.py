@@ -46,8 +46,8 @@ class KimiK25Processor(ChatProcessor):
         tower = (self.merge_size, self.merge_size, config.vision_config.pos_emb_time)
         given = (self.image_config.merge_size, self.video_config.merge_size, self.video_config.chunk_frames)
         if given != tower:
-            names = "merge_size of images, of videos, temporal_patch_size"
-            raise ValueError(f"{names}: config.json has {tower}, but preprocessing has {given}")
+            names = "merge_size of images, merge_size of videos, temporal_patch_size"
+            raise ValueError(f"{names}: expected {tower} as in config.json, got {given} from the preprocessor config")
 
     def load_video(self, source, options: dict) -> Video:
         """Sample a file evenly at the checkpoint's rate; frames in memory are treated as already sampled.
@@ -55,7 +55,7 @@ class KimiK25Processor(ChatProcessor):
         options: fps or num_frames. Raises ValueError for any other option.
         """
         if options.keys() - {"fps", "num_frames"} or len(options) > 1:
-            raise ValueError(f"prompt: Kimi accepts fps or num_frames for a video, got {sorted(options)}")
+            raise ValueError(f"prompt: expected either fps or num_frames for a video, got {sorted(options)}")
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
         return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
@@ -71,7 +71,7 @@ class KimiK25Processor(ChatProcessor):
             rate = self.video_config.fps if fps is None else check_positive(fps, "fps")
             num_frames = min(max(1, int(total / source_fps * rate)), total)
         elif check_positive_int(num_frames, "num_frames") > total:
-            raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {num_frames}")
+            raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {num_frames}")
         return [i * total // num_frames for i in range(num_frames)]
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:

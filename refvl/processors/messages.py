@@ -107,9 +107,9 @@ def _check_part(part, name: str) -> None:
         raise ValueError(f"{name}: expected type 'text', 'image' or 'video', got {kind!r}")
     sources = KEYS[kind] - set(SAMPLING)
     if len(given := part.keys() & sources) != 1:
-        raise ValueError(f"{name}: expected one of the keys {sorted(sources)} in {kind}, got {sorted(given) or 'none'}")
+        raise ValueError(f"{name}: expected one {kind} key from {sorted(sources)}, got {sorted(given) or 'none'}")
     if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
-        raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, but also got {unknown}")
+        raise ValueError(f"{name}: expected only the keys {sorted(KEYS[kind])} in {kind} parts, but also got {unknown}")
     if kind == "text":
         _check_text(part["text"], f"{name}.text")
 

@@ -66,7 +66,7 @@ class FoldedMedia(MediaTokens):
         """Raise ValueError if the item is a video and q is above 0."""
         if self.kind == "video" and q > 0:
             reason = "pruning compares the cells of whole frames, but these frames are cut into slices"
-            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
+            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}; {reason}")
 
 
 class MiniCPMV4_6Processor(TakesVideos):

@@ -55,7 +55,7 @@ class TakesVideos(ChatProcessor):
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
-                f"prompt: MiniCPM-V accepts fps and max_frames, or num_frames alone, for a video, got {sorted(options)}"
+                f"prompt: expected fps and max_frames, or num_frames alone, for a video, got {sorted(options)}"
             )
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)

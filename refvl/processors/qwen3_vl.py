@@ -36,7 +36,7 @@ class Qwen3VLProcessor(ChatProcessor):
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
         if "num_frames" in options and len(options) > 1:
-            raise ValueError(f"prompt: expected {', '.join(RULE)}, or num_frames alone, got {[*options]}")
+            raise ValueError(f"prompt: expected {', '.join(RULE)}, or num_frames alone, for a video, got {[*options]}")
         return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
@@ -93,5 +93,5 @@ def even_indices(
         min_frames, max_frames = check_positive_ints(min_frames=min_frames, max_frames=max_frames)
         wanted = int(min(max(total / source_fps * check_positive(fps, "fps"), min_frames), max_frames, total))
     elif (wanted := check_positive_ints(num_frames=wanted)[0]) > total:
-        raise ValueError(f"num_frames: expected at most {total}, the frames of the video, got {wanted}")
+        raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {wanted}")
     return np.linspace(0, total - 1, wanted).round().astype(int).tolist()

@@ -35,7 +35,8 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
     older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
     tokenizer.chat_template = tokenizer.chat_template or older or template
     if not str(tokenizer.chat_template or "").strip():
-        raise ValueError(f"{folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
+        wanted = "chat_template.jinja, or a chat template in tokenizer_config.json"
+        raise ValueError(f"{folder}: expected {wanted}, got neither")
     written_here = template is not None and tokenizer.chat_template == template
     if not (written_here or (isinstance(tokenizer.chat_template, str) and is_plain(tokenizer.chat_template))):
         tokenizer.apply_chat_template = partial(render_in_child, tokenizer.apply_chat_template)

@@ -51,7 +51,7 @@ PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 class LayerNames:
     """transformers' names for the parts of a family.
 
-    places: name -> the location of that module in a `VLM`. connector: the names of the connector's modules.
+    places: module name -> the module's location in a `VLM`. connector: the names of the connector's modules.
     renamed: alternative spellings of names, as regular expressions; the first match counts.
     """
 
@@ -114,7 +114,7 @@ def layers(model, *parts: str) -> list[str]:
     The output head is omitted, as in PEFT's "all-linear". Raises ValueError for unknown parts.
     """
     if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"parts: expected only {', '.join(PARTS)}, got {unknown[0]!r}")
+        raise ValueError(f"parts: expected only names from {list(PARTS)}, got {unknown[0]!r}")
     part_of = layer_names(model.family).part
     return [name for name in _adaptable(model) if part_of(name) in (parts or PARTS) and not name.endswith("lm_head")]
 
@@ -139,12 +139,12 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
+        raise ImportError("adapters: PEFT is missing; install it with pip install 'refvl[adapters]'") from error
     model.family.require("adapters")
     if not name or "." in name:
         raise ValueError(f"name: expected a name without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
-        raise ValueError(f"name: expected a free name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
+        raise ValueError(f"name: expected a new name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
     weights, files = None, list[Source]()
     if isinstance(adapter, (str, Path)):
         folder = _find(adapter, hub)
@@ -268,11 +268,10 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
             raise ValueError(f"bias: expected none, all or lora_only, got {config.bias!r}")
     layers = _adaptable(model)
     weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
-    no_numbers = [f"{key} has {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
-    if no_numbers := no_numbers or [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise ValueError(
-            f"adapter: {folder / WEIGHTS}: expected finite floats, got other dtypes, nan or inf in {_some(no_numbers)}"
-        )
+    if others := [f"{key} ({tensor.dtype})" for key, tensor in weights.items() if tensor.dtype not in FLOATS]:
+        raise ValueError(f"adapter: {folder / WEIGHTS}: expected floats, got different dtypes: {_some(others)}")
+    if nonfinite := [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got nan or inf in {_some(nonfinite)}")
     of_layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         layer, *which = OF_LORA.split(key)
@@ -284,7 +283,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     bare = [layer for layer, found in of_layers.items() if "lora_magnitude_vector" not in found]
     if config.use_dora and bare:
         raise ValueError(
-            f"adapter: {folder}: use_dora: expected a magnitude vector for each layer, got none of {_some(bare)}"
+            f"adapter: {folder}: use_dora: expected a magnitude vector for each layer, got none for {_some(bare)}"
         )
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
     config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
@@ -299,7 +298,8 @@ def _check_plain(values: dict, name: str) -> None:
         value = values.get(field)
         if value is not None and value is not False:
             raise ValueError(
-                f"{name}: {field}: expected None, got {printable(repr(value))}; only LoRA and DoRA are read"
+                f"{name}: {field}: expected None or False, got {printable(repr(value))}; "
+                "only LoRA and DoRA are supported"
             )
 
 
@@ -316,7 +316,7 @@ def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
     """Return the rank of each layer by name; raise ValueError for unknown layers or matrices that do not fit."""
     if not found:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: contains no weights")
+        raise ValueError(f"adapter: {folder / WEIGHTS} contains no weights")
     if unknown := found.keys() - layers.keys():
         raise ValueError(f"adapter: {folder / WEIGHTS}: this model has no such linear layers: {_some(unknown)}")
     misfits, ranks = list[str](), dict[str, int]()
@@ -325,7 +325,7 @@ def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: di
         shapes = [None if matrix is None else tuple(matrix.shape) for matrix in (a, b)]
         ranks[name] = rank = 0 if a is None else len(a)
         if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
-            misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, its matrices are {shapes}")
+            misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, but its matrices are {shapes}")
     if misfits:
         raise ValueError(f"adapter: {folder / WEIGHTS}: these matrices do not fit: {_some(misfits)}")
     return ranks

@@ -34,7 +34,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
         with trace.stage("assistant"):
             read = read_in_chunks(assistant, prefill_chunk or model.max_context, request)
         if not torch.equal(read.full_ids, trace.full_ids):
-            raise ValueError("assistant_model: expected the same token ids for this prompt, got different ones")
+            raise ValueError("assistant_model: expected the same prompt token ids as in this model, got different ids")
         options = options | {"assistant_model": Assistant(assistant.language_model, read.cache)}
     return trace, with_cache(model.language_model, [trace], options)
 

@@ -192,7 +192,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
     """Return the image or video and its manifest entry, which also describes its file."""
     stamp = file.read_stamp()
     if stamp is None:
-        raise ValueError("expected a regular file, got none")
+        raise ValueError("expected a regular file, got a broken link, a pipe or a device")
     digest = file.digest()
     entry: dict[str, Any] = {}
     medium: Any
@@ -205,7 +205,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
         medium = load_image(file.source(), limits=vlm.processor.limits)
         width, height = medium.size
     if file.read_stamp() != stamp:
-        raise ValueError("changed during reading; run the same command again")
+        raise ValueError("the file changed while it was read; run the same command again")
     entry |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
     return medium, entry | dict(zip(STAMP, stamp, strict=True)) | {"sha256": digest}
 

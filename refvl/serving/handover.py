@@ -43,7 +43,7 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
         raise FileNotFoundError(f"folder: {folder} has no {MANIFEST}; `refvl encode` writes one when it is done")
     manifest = read_json(folder / MANIFEST)
     if (family := manifest["family"]) not in ACCEPTED:
-        raise ValueError(f"folder: vLLM accepts embeddings of {', '.join(ACCEPTED)}, got {family}")
+        raise ValueError(f"folder: expected embeddings that vLLM accepts ({', '.join(ACCEPTED)}), got {family}")
     found: dict[str, list[tuple[dict, Tensor]]] = {"image": [], "video": []}
     for name in names:
         kind = "video" if name in manifest["videos"] else "image"

@@ -174,7 +174,7 @@ def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, li
     rows = [prod(layout) for layout in layouts]
     for i, (layout, patches) in enumerate(zip(layouts, rows, strict=True)):
         if patches < 1 or patches % block:
-            raise ValueError(f"grid_thw_list[{i}]: expected patches in whole merge blocks of {block}, got {layout}")
+            raise ValueError(f"grid_thw_list[{i}]: expected whole merge blocks of {block} patches, got {layout}")
     return layouts, rows, [patches // block for patches in rows]
 
 

@@ -104,7 +104,7 @@ def digests_of_media(media: Iterable) -> Iterator[str]:
 def digest_of(model: Any, *settings: object) -> str:
     """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
-    It samples up to 1,000 numbers from each weight in memory, so any training changes the digest.
+    The digest includes a sample of fewer than 2,000 values of each weight in memory, so any training changes it.
     """
     whole = hashlib.sha256(digest_of_files(model.provenance).encode())
     processor, text = model.processor, model.language_model

@@ -94,7 +94,7 @@ def _parse(line: bytes) -> dict | Exception:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return ValueError(f"not JSON ({error})")
+        return ValueError(f"the line is not valid JSON ({error})")
 
 
 @contextmanager
@@ -134,5 +134,5 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dic
 
 def _not_ours(out: Path, number: int, by_another: bool = False) -> ValueError:
     other = "was answered by a different model or with different settings"
-    what = other if by_another else "is not an answer to that line of the requests, or its media have changed"
-    return ValueError(f"out: {out}, line {number + 1}: {what}; move it away")
+    what = other if by_another else "does not answer that line of the requests, or its media have changed"
+    return ValueError(f"out: {out}, line {number + 1}: {what}; move the file away")

@@ -152,7 +152,7 @@ def read_header(path: Path, model: dict) -> dict[str, dict]:
     try:
         images, written_by = dict(json.loads(header["images"])), json.loads(header["model"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"out: {path} was not written by `refvl encode`: move it elsewhere") from error
+        raise ValueError(f"out: {path} was not written by `refvl encode`; move it elsewhere") from error
     if written_by != model:
         raise ValueError(f"out: {path} contains embeddings of a different model or dtype: {header['model']}")
     return images

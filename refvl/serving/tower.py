@@ -39,7 +39,7 @@ class NoText:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` and `pickle` look up these methods
             raise AttributeError(name)
-        raise ValueError("text: the model was loaded without its language model; load it without text=False")
+        raise ValueError("text: the model was loaded without its language model; load it with text=True")
 
 
 class Cut(NamedTuple):

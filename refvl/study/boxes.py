@@ -76,7 +76,7 @@ def find_convention(family: str) -> Convention:
         if re.fullmatch(convention.names, plain):
             return convention
     known = "; ".join(convention.title for convention in CONVENTIONS)
-    raise ValueError(f"family: expected a family with documented boxes, got {printable(family)!r}; known: {known}")
+    raise ValueError(f"family: expected a family with a known box convention ({known}), got {printable(family)!r}")
 
 
 def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, int]:

@@ -92,13 +92,16 @@ class Stages:
         shapes = _shapes(found)
         if shapes != promised:
             differing = min(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
-            raise ValueError(f"{file}: does not match {MANIFEST} for {differing!r}")
+            raise ValueError(f"{file}: expected the tensors listed in {MANIFEST}, but {differing!r} differs")
         for name, x in found.items():
             stage, _, what = name.partition("/")
             if stage not in STAGES or not what:
-                raise ValueError(f"{manifest}: expected names in the stages {list(STAGES)}, got {name!r}")
+                raise ValueError(
+                    f"{manifest}: expected names of the form stage/name, with a stage from {list(STAGES)}, got {name!r}"
+                )
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
-                raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
+                wanted = f"real numbers in {STAGES[stage] or '1 or 2'} dimension(s) for {name!r}"
+                raise ValueError(f"{file}: expected {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
         files = about.get("files")
         return cls(
@@ -126,7 +129,7 @@ class Difference:
     beyond: str = ""  # the number of rows, and the location of the first one
     cause: str = ""  # the usual cause of such a difference, or the cause that was found
     row: int = 0  # the index of the first row beyond tolerance
-    tried: bool = False  # whether a run of the model with this cause confirmed it
+    tried: bool = False  # whether the cause was confirmed by running the model with it
 
     def __str__(self) -> str:
         if not self.differs:

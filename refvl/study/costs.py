@@ -333,7 +333,9 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
         return
     if not isinstance(processor.image_config, PatchConfig):
         sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
-        raise ValueError(f"{next(iter(given))}: this family has different limits: {', '.join(sizes)}")
+        raise ValueError(
+            f"{next(iter(given))}: not supported by this family, which has different limits: {', '.join(sizes)}"
+        )
     processor.image_config = replace(processor.image_config, **given)
     processor.video_config = replace(processor.video_config, **given)
 

@@ -62,7 +62,7 @@ class Intervened(Trace):
         named = self.changes.keys() - RESULTS.keys() - {"position_table"}
         if unknown := sorted(named - set(tensors)):
             stages = [*RESULTS, "position_table", *tensors]
-            raise ValueError(f"replace: expected one of {', '.join(stages)}, got {unknown[0]!r}")
+            raise ValueError(f"replace: expected one of the stages {', '.join(stages)}, got {unknown[0]!r}")
         return replace(plan, **{n: _checked(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
 
 
@@ -112,5 +112,5 @@ def _checked(name: str, made: Any, changed: Any) -> Any:
 
 def _in_words(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"one of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else repr(value)

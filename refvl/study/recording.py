@@ -37,9 +37,9 @@ def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
     accepts only one kind.
     """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
-        raise ValueError(f"with: transformers' model can be recorded for Qwen and GLM, not for {vlm.family.name}")
+        raise ValueError(f"with: transformers' model can be recorded only for Qwen and GLM, got {vlm.family.name}")
     if isinstance(vlm.processor, Glm4vProcessor) and len(set(kinds)) > 1:
-        raise ValueError(f"with: transformers' {vlm.family.name} accepts images or videos in a prompt, got both")
+        raise ValueError(f"with: expected only images or only videos for transformers' {vlm.family.name}, got both")
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:

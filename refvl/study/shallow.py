@@ -31,7 +31,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
     if config.model_type != small.model_type:
-        raise ValueError(f"like: expected a checkpoint of {config.model_type}, got one of {small.model_type}")
+        raise ValueError(f"like: expected a checkpoint of {config.model_type}, got a checkpoint of {small.model_type}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"folder: expected a new or empty folder, got {folder}, which contains files")
     _make_shallow(config, depth)

@@ -299,7 +299,7 @@ def trace(
     is_ahead = prefill_chunk is not None or wanted.draft is not None
     if replace is not None:
         if is_ahead:
-            raise ValueError("replace: not supported with prefill_chunk or drafted tokens, whose stages run in parts")
+            raise ValueError("replace: not supported if stages run in parts, as with prefill_chunk or drafted tokens")
         model = with_replacements(model, replace)
     answer = model.answer if wanted.num_beams == 1 else model.answer_with_beams
     if any(watched.values()):

@@ -60,7 +60,7 @@ LookupTokens = Annotated[
     int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
 Adapter = Annotated[
-    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; effects of several add up")
+    list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several adapters add up")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
@@ -220,7 +220,7 @@ def chat(
     if jsonl is not None:
         _answer_file(load, jsonl, out, {"PROMPT": prompt, "image": image, "video": video} | alone, common)
     if out is not None:
-        raise ValueError("out: needs --jsonl, which writes a file of answers")
+        raise ValueError("out: supported only with --jsonl, which writes a file of answers")
     if prompt is None:
         raise ValueError("prompt: expected a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
@@ -248,7 +248,9 @@ def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
-    with_: Annotated[Other | None, typer.Option("--with", help="also run transformers' model, and compare")] = None,
+    with_: Annotated[
+        Other | None, typer.Option("--with", help="also run transformers' model, and compare the two runs")
+    ] = None,
     save: Annotated[str | None, typer.Option(help="save tensors of all stages to a new or empty folder")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -319,7 +321,9 @@ def compare(
         help="tolerance, relative to a stage's largest value; default: 0.001, or the expected rounding error in the "
         "text model")] = None,
     atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
-    model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="the checkpoint of one of the runs, to test possible causes of a difference")
+    ] = None,
 ):  # fmt: skip
     """Compare two saved runs: print the first difference, its size, its location and its usual cause.
 
@@ -385,7 +389,9 @@ def info(
 def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
-    out: Annotated[str, typer.Option(help="for shards and manifest.json; media already encoded there are skipped")],
+    out: Annotated[
+        str, typer.Option(help="the folder for shards and manifest.json; media already encoded there are skipped")
+    ],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
     shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
     force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,
@@ -410,7 +416,7 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     shown = sys.stderr.isatty() and rank == 0
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
-    if rank == 0:  # if another rank failed, torchrun would end this one before it has printed
+    if rank == 0:  # if another rank exited with an error, torchrun would stop this rank before it could print
         clips = f" and {len(manifest['videos'])} videos" if manifest["videos"] else ""
         print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
         for name, reason in manifest["unreadable"].items():
@@ -460,7 +466,7 @@ def demo(
 
 
 @command()
-def notebooks(folder: Annotated[Path, typer.Argument(help="a new folder, or one without notebooks and data")]):
+def notebooks(folder: Annotated[Path, typer.Argument(help="a new folder, or a folder without notebooks and data")]):
     """Copy the notebooks of the course and their data into a folder."""
     from refvl.paths import copy_course
 
@@ -522,7 +528,7 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
     if sampling and not video:
         raise ValueError(f"{next(iter(sampling))}: needs a video file, but none was given")
     if pruning_rate and not video:
-        print("refvl: --pruning-rate prunes only videos, and none was given", file=sys.stderr)
+        print("refvl: --pruning-rate prunes only videos, and no video was given", file=sys.stderr)
 
 
 def main() -> None:

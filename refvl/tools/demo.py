@@ -46,7 +46,8 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
     film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
     console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("figures: need matplotlib; pip install 'refvl[notebooks]'", markup=False, highlight=False)
+        missing = "figures: matplotlib is missing; install it with pip install 'refvl[notebooks]'"
+        console.print(missing, markup=False, highlight=False)
         return
     for path in write_figures(model, picture, clip, pruned, photo, film, out):
         console.print(f"figure: {path}", highlight=False)

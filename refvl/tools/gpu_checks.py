@@ -203,7 +203,7 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
     towers run.
     """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
-        raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
+        raise Skipped("blocks are compiled only with varlen attention, which needs compute capability 8.0 or higher")
     expected = load_file(EXPECTED)
     for name in towers():
         encoder, rows, layouts = build_tower(name)
@@ -332,7 +332,7 @@ def check_data_parallel(bench: Bench, seconds: float = 120) -> Iterator[dict]:
         try:
             while not ranks.join(timeout=1):
                 if time.monotonic() > end:
-                    raise TimeoutError(f"data parallel: two processes were not done after {seconds:.0f} s")
+                    raise TimeoutError(f"data parallel: the two processes had not finished after {seconds:.0f} s")
         finally:
             for process in ranks.processes:
                 process.kill()

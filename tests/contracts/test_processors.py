@@ -223,7 +223,7 @@ def test_blocks_of_another_size_are_refused(parts, tmp_path):
     folder = shutil.copytree(parts("Qwen2.5-VL").folder, tmp_path / "folder")
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"merge_size": 4}))
-    with pytest.raises(ValueError, match="merge_size: spatial_merge_size is 2, but preprocessing"):
+    with pytest.raises(ValueError, match="merge_size: expected the tower's spatial_merge_size, 2, got {"):
         families.load_processor(folder, families.read_config(folder))
 
 
@@ -349,7 +349,7 @@ def test_a_folder_without_chat_template_is_named(parts, name, template, tmp_path
     if ROWS[name].has_own_template and template != " \n":
         assert tokenize(families.load_processor(folder, config), "Hi")
     else:
-        with pytest.raises(ValueError, match=rf"^{folder}: no chat template"):
+        with pytest.raises(ValueError, match=rf"^{folder}: expected chat_template.jinja, or a chat template in"):
             families.load_processor(folder, config)
 
 
@@ -392,7 +392,7 @@ def test_damaged_json_is_named(parts, name, file, content, tmp_path):
     folder = copy_of(parts(name).folder, tmp_path)
     config = families.read_config(folder)
     (folder / file).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"{file}: (expected a JSON object|not valid JSON)"):
+    with pytest.raises(ValueError, match=rf"{file}(: expected a JSON object| is not valid JSON)"):
         families.load_processor(folder, config)
 
 

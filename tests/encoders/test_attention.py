@@ -252,9 +252,9 @@ def test_auto_takes_the_first_and_an_explicit_request_wins():
     ("requested", "device", "dtype", "message"),
     [
         ("flashy", "cpu", torch.float32, r"attention: expected one of \('auto', .* got 'flashy'"),
-        ("varlen", "cpu", torch.bfloat16, r"'varlen' cannot run on cpu with torch.bfloat16 and heads of 64; available"),
-        ("flash", "cpu", torch.bfloat16, r"'flash' cannot run on cpu with torch.bfloat16 and heads of 64; available"),
-        ("varlen", "cuda", torch.float32, r"'varlen' cannot run on cuda with torch.float32 and heads of 64; available"),
+        ("varlen", "cpu", torch.bfloat16, r"'varlen' cannot run on cpu with torch.bfloat16 and head_dim=64; available"),
+        ("flash", "cpu", torch.bfloat16, r"'flash' cannot run on cpu with torch.bfloat16 and head_dim=64; available"),
+        ("varlen", "cuda", torch.float32, r"'varlen' cannot run on cuda with torch.float32 and head_dim=64; available"),
     ],
 )
 def test_a_backend_that_cannot_run_is_named(requested, device, dtype, message):

@@ -196,12 +196,22 @@ def test_the_planned_frequencies_survive_a_cast():
     ("sizes", "ids", "error", "message"),
     [
         ([(4, 6)], None, ValueError, "x: dimension 0 must be 1, got 2"),
-        ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: slices of \[30, 6\] patches exceed the 24 patches of x"),
+        ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: expected at most 24 patches per slice of x, got \[30, 6\]"),
         ([(4, 6), (2, 0)], None, ValueError, r"tgt_sizes\[1\]: every extent must be at least 1, got \(2, 0\)"),
-        ([(4, 6), (2, 3)], [[1]], ValueError, r"temporal_ids: expected one id per slice \(2\), got 1 in \[\[1\]\]"),
-        ([(4, 6), (2, 3)], [[1], [2, 3]], ValueError, r"temporal_ids: expected one id per slice \(2\), got 3"),
+        (
+            [(4, 6), (2, 3)],
+            [[1]],
+            ValueError,
+            r"temporal_ids: expected one id for each of 2 slices, got 1 in \[\[1\]\]",
+        ),
+        ([(4, 6), (2, 3)], [[1], [2, 3]], ValueError, r"temporal_ids: expected one id for each of 2 slices, got 3"),
         ([(4, 6), (2, 3)], [[1, 2], []], ValueError, r"temporal_ids\[1\]: expected at least one id"),
-        ([(4, 6), (2, 3)], [[1, -2]], ValueError, r"temporal_ids\[0\]: expected at least one id, each -1 \(no time\)"),
+        (
+            [(4, 6), (2, 3)],
+            [[1, -2]],
+            ValueError,
+            r"temporal_ids\[0\]: expected at least one id, and none below -1 \(no time\)",
+        ),
         ([(4, 6), (2, 3)], [[1, 2.0]], TypeError, r"temporal_ids\[0\]: expected integers"),
         ([(4, 6), (2, 3)], [1, 2], TypeError, "temporal_ids: expected one list of ids per group, or a flat tensor"),
         ([(4, 6), (2, 3)], torch.tensor([1.0, 2.0]), TypeError, "temporal_ids: expected integers, got dtype"),
@@ -209,7 +219,7 @@ def test_the_planned_frequencies_survive_a_cast():
             [(4, 6), (2, 3)],
             torch.tensor([1, 2, 3]),
             ValueError,
-            r"temporal_ids: expected one id per slice \(2\), got 3",
+            "temporal_ids: expected one id for each of 2 slices, got 3",
         ),
     ],
 )
@@ -219,7 +229,7 @@ def test_bad_input_is_named(sizes, ids, error, message):
 
 
 def test_bad_grids_and_widths_are_named():
-    with pytest.raises(ValueError, match=r"tgt_size: expected h \* w = 20, the patches of x, got \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"tgt_size: expected h \* w = 20, the number of patches in x, got \(4, 4\)"):
         Resampler2(3, 64, 4, 48)(torch.zeros(1, 20, 48))
     with pytest.raises(ValueError, match="embed_dim: must be a multiple of num_heads=5, got 64"):
         Resampler2_5(6, 64, 5)

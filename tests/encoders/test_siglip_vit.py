@@ -73,7 +73,7 @@ def test_weights_are_strict():
     [
         ({"embed_dim": 50, "num_heads": 4}, "embed_dim: must be a multiple of num_heads=4, got 50"),
         ({"img_size": 10}, "img_size: must be at least patch_size=14, got 10"),
-        ({"vision_encoder": "eva02"}, "vision_encoder: expected 'vit_so400m_patch14_siglip_384', got 'eva02'"),
+        ({"vision_encoder": "eva02"}, "vision_encoder: must begin with 'vit_so400m_patch14_siglip_384', got 'eva02'"),
     ],
 )
 def test_bad_configs_are_named(config, message):

@@ -173,7 +173,7 @@ def test_configs_of_every_kind():
         ({"hidden_act": "gelu"}, ValueError, "hidden_act: expected 'quick_gelu', got 'gelu'"),
         ({"hidden_size": 50, "num_attention_heads": 4}, ValueError, "hidden_size: must be a multiple of"),
         ({"image_size": 20}, ValueError, "image_size: must be at least two patches"),
-        ({"crop_size": 27}, ValueError, "crop_size: must be at least two patches of 14, got 27"),
+        ({"crop_size": 27}, ValueError, "crop_size: must be at least two patches of 14 px, got 27 px"),
         (3, TypeError, "config: expected a dict"),
     ],
     ids=str,

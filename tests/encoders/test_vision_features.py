@@ -146,19 +146,27 @@ def test_a_layer_behind_the_loaded_ones_is_a_warning():
 @pytest.mark.parametrize(
     ("outputs", "options", "message"),
     [
-        ([torch.ones(1, 2, 6)], {}, r"encoder_outputs: without select_layers, expected .*\(one tensor\), got list"),
+        (
+            [torch.ones(1, 2, 6)],
+            {},
+            "encoder_outputs: without select_layers, expected the last layer's tensor, got list",
+        ),
         (torch.ones(1, 2, 6), {"feature_select_strategy": "foo"}, "feature_select_strategy: expected one of .*'foo'"),
-        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [1]}, "max_possible_layers: expected the tower's depth"),
+        (
+            [torch.ones(1, 2, 6)] * 3,
+            {"select_layers": [1]},
+            "max_possible_layers: with select_layers, expected the tower's depth, got None",
+        ),
         (torch.ones(1, 2, 6), {"select_layers": [1], "max_possible_layers": 2}, "expected the list of all hidden"),
         (
             [torch.ones(1, 2, 6)] * 3,
             {"select_layers": [3], "max_possible_layers": 4},
-            "select_layers: expected one of 2 layers of 4, got layer 3",
+            r"select_layers: expected one of the 2 loaded layers \(the whole tower has 4\), got layer 3",
         ),
         (
             [torch.ones(1, 2, 6)] * 3,
             {"select_layers": [-6], "max_possible_layers": 4},
-            "select_layers: expected one of 2 layers of 4, got layer -6",
+            r"select_layers: expected one of the 2 loaded layers \(the whole tower has 4\), got layer -6",
         ),
         ([torch.ones(1, 2, 6)] * 3, {"select_layers": [], "max_possible_layers": 2}, "at least one layer"),
         (torch.ones(2, 6), {}, r"encoder_outputs: expected 3 dimensions \(B, N, D\)"),

@@ -271,7 +271,7 @@ def test_a_tower_without_memory_is_refused():
     """On the meta device a copy would do nothing, silently."""
     with torch.device("meta"):
         encoder = new_encoder()
-    with pytest.raises(ValueError, match="expected memory, got the meta device; call `to_empty` first"):
+    with pytest.raises(ValueError, match="expected a real device, got the meta device; call `to_empty` first"):
         encoder.load_weights(released().items())
     encoder.to_empty(device="cpu").load_weights(released().items())
     assert torch.equal(encoder.merger.ln_q.weight, released()["merger.ln_q.weight"])

@@ -81,13 +81,18 @@ def test_values_are_cast_to_the_buffer():
 @pytest.mark.parametrize(
     ("values", "rule", "error", "message"),
     [
-        (torch.zeros(6, 2), "zero", ValueError, r"x: shape \(6, 2\) does not fit the captured \(5, 2\)"),
-        (torch.zeros(3, 3), "zero", ValueError, r"x: shape \(3, 3\) does not fit the captured \(5, 2\)"),
-        (torch.zeros(3), "zero", ValueError, r"x: shape \(3,\) does not fit"),
-        (torch.zeros(3, 2), "mirror", TypeError, r"x: no padding rule 'mirror'; known: \['identity', 'repeat_last'"),
+        (torch.zeros(6, 2), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(6, 2\)"),
+        (torch.zeros(3, 3), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(3, 3\)"),
+        (torch.zeros(3), "zero", ValueError, r"x: expected a shape that fits .*, got \(3,\)"),
+        (
+            torch.zeros(3, 2),
+            "mirror",
+            TypeError,
+            r"x: expected a padding rule from \['identity', 'repeat_last'.*, got 'mirror'",
+        ),
         (None, "zero", TypeError, "x: expected a torch.Tensor, got NoneType"),
         ([0, 1], "zero", TypeError, "x: expected a torch.Tensor, got list"),
-        (torch.zeros(0, 2), "repeat_last", ValueError, "nothing to repeat"),
+        (torch.zeros(0, 2), "repeat_last", ValueError, "x: expected at least one value to repeat, got none"),
     ],
 )
 def test_what_does_not_fit_is_named(values, rule, error, message):
@@ -149,7 +154,7 @@ def test_another_class_is_a_type_error():
 def test_capacity_exceeded_is_a_value_error():
     with pytest.raises(ValueError, match="longest: 4 exceeds the captured capacity of 3"):
         fill_metadata(capacity(), metadata(longest=4))
-    with pytest.raises(ValueError, match=r"lengths: shape \(6,\) does not fit the captured \(5,\)"):
+    with pytest.raises(ValueError, match=r"lengths: expected a shape that fits the captured \(5,\), got \(6,\)"):
         fill_metadata(capacity(), metadata(lengths=(0,) * 6))
 
 
@@ -164,7 +169,7 @@ def test_a_field_without_a_rule_is_a_type_error():
     class Text:
         x: str
 
-    with pytest.raises(TypeError, match="x: no padding rule 'none'"):
+    with pytest.raises(TypeError, match="x: expected a padding rule from .*, got 'none'"):
         fill_metadata(NoRule(torch.zeros(2)), NoRule(torch.zeros(1)))
     with pytest.raises(TypeError, match="x: a str cannot be part of a graph"):
         fill_metadata(Text("a"), Text("a"))

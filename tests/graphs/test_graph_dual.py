@@ -260,8 +260,11 @@ def test_when_one_path_cannot_be_captured_no_graph_is_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budgets": {"local": [4]}}, r"budgets: expected budgets for the paths \['local', 'global'\], got them for"),
-        ({"budgets": None, "max_budget": 3}, "max_budget: must fit one unit of every path, at least 4 tokens, got 3"),
+        ({"budgets": {"local": [4]}}, r"budgets: expected a dict with the keys \['local', 'global'\], got \['local'\]"),
+        (
+            {"budgets": None, "max_budget": 3},
+            "max_budget: must be at least 4 tokens, so that one unit of every path fits, got 3",
+        ),
     ],
     ids=str,
 )

@@ -166,7 +166,10 @@ def test_only_the_capturing_thread_may_not_wait_for_the_device(monkeypatch):
         return torch.zeros(1)
 
     cuda_graphs._check_capturable(wait_elsewhere)
-    with pytest.raises(CaptureError, match="capture: called a synchronizing CUDA operation, which a graph cannot do"):
+    with pytest.raises(
+        CaptureError,
+        match="capture: a graph cannot synchronise, but the function called a synchronizing CUDA operation",
+    ):
         cuda_graphs._check_capturable(wait)
     assert mode == ["default", "warn", "default", "warn", "default"]
 

@@ -135,7 +135,7 @@ def test_bad_input_is_named(changes, error, message):
 @pytest.mark.parametrize("name", UNDOCUMENTED)
 def test_what_is_not_documented_is_refused(name):
     with pytest.raises(
-        ValueError, match=r"family: expected a family with documented boxes, got '.*'; known: Qwen2-VL; Qwen2.5-VL"
+        ValueError, match=r"family: expected a family with a known box convention \(Qwen2-VL; Qwen2.5-VL.*\), got '"
     ):
         to_picture([[1, 2, 3, 4]], picture=(10, 10), family=name)
 

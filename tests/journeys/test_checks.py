@@ -135,8 +135,8 @@ def test_seconds_pass():
         (torch.ones(2, 1), TypeError, r"s\[0\]: expected a number, got list"),
         (1.0, TypeError, "s: expected a sequence, got float"),
         ([1.0, "2"], TypeError, r"s\[1\]: expected a number, got str"),
-        ([0.0, 1.0], ValueError, r"s\[0\]: expected a positive number of seconds, got 0.0"),
-        ([1.0, float("nan")], ValueError, r"s\[1\]: expected a positive number of seconds, got nan"),
+        ([0.0, 1.0], ValueError, r"s\[0\]: expected more than 0 and at most 1,000,000 seconds, got 0.0"),
+        ([1.0, float("nan")], ValueError, r"s\[1\]: expected more than 0 and at most 1,000,000 seconds, got nan"),
     ],
 )
 def test_other_seconds_do_not(values, error, message):

@@ -178,5 +178,5 @@ def test_the_frames_of_a_long_clip_lie_in_a_file(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(media.os, "posix_fallocate", no_room)
-    with pytest.raises(OSError, match=f"its frames need {want.nbytes:,} bytes in .*No space left"):
+    with pytest.raises(OSError, match=f"cannot store {want.nbytes:,} bytes of frames in .*No space left"):
         media.load_video(clip)

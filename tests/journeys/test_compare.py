@@ -335,7 +335,7 @@ HOSTILE = {
     "layouts a word": (lambda f: rewrite(f, layouts="x"), "expected a manifest of saved stages"),
     "another shape": (
         lambda f: rewrite(f, tensors={"encode/0": ["float32", 1]}),
-        "does not match manifest.json for",
+        "expected the tensors listed in manifest.json, but",
     ),
     "truncated": (
         lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]),
@@ -344,8 +344,8 @@ HOSTILE = {
     "a pickle": (lambda f: (f / TENSORS).write_bytes(b"\x80\x04N."), "truncated or not a safetensors"),
     "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'decode tokens'], got 'think/0'"),
     "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'decode tokens'], got 'encode'"),
-    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "'encode/0' cannot be a torch.float32 of shape (2,)"),
-    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "'merge/x' cannot be a torch.float32 of shape ()"),
+    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "for 'encode/0', got torch.float32 of shape (2,)"),
+    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "for 'merge/x', got torch.float32 of shape ()"),
 }
 
 
@@ -398,11 +398,11 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         (["compare", "nowhere", "nowhere"], "nowhere: contains no saved stages"),
         (
             ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
-            "Qwen and GLM, not for Step3-VL",
+            "only for Qwen and GLM, got Step3-VL",
         ),
         (
             ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],
-            "accepts images or videos in a prompt, got both",
+            "expected only images or only videos for transformers' GLM",
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
@@ -421,7 +421,7 @@ def test_an_image_and_a_video_for_transformers_glm_are_refused_by_name():
     trace = vlm.trace("Hi", images=[SCENE], videos=[CLIP], max_new_tokens=1)
     for call in (lambda: transformers_inputs(vlm, trace), lambda: record_transformers(str(GLM), vlm, trace)):
         with pytest.raises(
-            ValueError, match=r"with: transformers' GLM.* accepts images or videos in a prompt, got both"
+            ValueError, match=r"with: expected only images or only videos for transformers' GLM.*, got both"
         ):
             call()
 

@@ -151,5 +151,7 @@ def test_one_prompt_at_a_time(vlm, other):
 
 def test_an_assistant_must_write_the_same_prompt(vlm, other, monkeypatch):
     monkeypatch.setattr(other.processor, "tokenize", lambda *args, **kwargs: [5, 6, 7])
-    with pytest.raises(ValueError, match="assistant_model: expected the same token ids"):
+    with pytest.raises(
+        ValueError, match="assistant_model: expected the same prompt token ids as in this model, got different ids"
+    ):
         vlm.chat("What?", assistant_model=other)

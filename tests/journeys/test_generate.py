@@ -174,7 +174,7 @@ def test_too_few_placeholders(vlm, folder):
     rows, grids = image_tensors(folder, PHOTOS[:1])
     is_image = input_ids[0] == vlm.token_ids["image"]
     short = torch.cat([input_ids[:, : is_image.nonzero()[0]], input_ids[:, is_image.nonzero()[0] + 1 :]], dim=1)
-    with pytest.raises(ValueError, match=r"11 image placeholders, but 1 image\(s\) need 12"):
+    with pytest.raises(ValueError, match=r"expected 12 image placeholders for 1 image\(s\), got 11"):
         vlm.generate(short, pixel_values=rows, image_grid_thw=grids)
 
 

@@ -122,12 +122,16 @@ def test_graphs_and_cache_of_a_model_are_left_alone(tmp_path):
     [
         ({"replace": 5}, TypeError, "replace: expected a dict of functions by stage, got 5"),
         ({"replace": {"positions": 5}}, TypeError, "replace: expected a dict of functions by stage, got"),
-        ({"replace": {"prefill": list}}, ValueError, "replace: expected one of patchify, .*, got 'prefill'"),
+        ({"replace": {"prefill": list}}, ValueError, "replace: expected one of the stages patchify, .*, got 'prefill'"),
         ({"replace": {"position_table": list}}, ValueError, r"replace: the tower of Qwen2\.5-VL has no pos"),
         ({"replace": {"positions": lambda p: p[:2]}}, ValueError, r"replace\['positions'\]: expected a tensor of"),
         ({"replace": {"encode": lambda e: []}}, ValueError, r"replace\['encode'\]: expected a list of 1 items"),
         ({"replace": {"plan": lambda p: [5]}}, TypeError, r"replace\['plan, 0'\]: expected VisionMetadata, got 5"),
-        ({"replace": {"positions": list}, "prefill_chunk": 8}, ValueError, "replace: not supported with prefill_chunk"),
+        (
+            {"replace": {"positions": list}, "prefill_chunk": 8},
+            ValueError,
+            "replace: not supported if stages run in parts, as with prefill_chunk",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_replaced_is_refused(model, options, error, message):

@@ -154,9 +154,11 @@ def test_frames_are_sampled_as_transformers_does(total, fps):
 
 def test_options_of_a_video_are_checked():
     processor = random_model("Kimi K2.5").processor
-    with pytest.raises(ValueError, match="prompt: Kimi accepts fps or num_frames for a video, got \\['min_frames'\\]"):
+    with pytest.raises(
+        ValueError, match="prompt: expected either fps or num_frames for a video, got \\['min_frames'\\]"
+    ):
         processor.load_video("clip.mp4", {"min_frames": 2})
-    with pytest.raises(ValueError, match="num_frames: expected at most 5, the frames of the video, got 6"):
+    with pytest.raises(ValueError, match="num_frames: expected at most 5, the number of frames available, got 6"):
         processor.frame_indices(5, 2.0, num_frames=6)
     assert processor.frame_indices(10, 10.0, fps=4.0) == [0, 2, 5, 7]
 
@@ -231,7 +233,7 @@ def test_small_images_are_padded_with_black():
 def test_limits_are_checked():
     with pytest.raises(ValueError, match="min_pixels: expected 1, because images are never enlarged, got 4"):
         PaddedPatchConfig(min_pixels=4)
-    with pytest.raises(ValueError, match="merge_size of images, of videos, temporal_patch_size: config"):
+    with pytest.raises(ValueError, match="merge_size of images, merge_size of videos, temporal_patch_size: expected"):
         processor = random_model("Kimi K2.5").processor
         type(processor)(processor.config, video_config=PaddedPatchConfig(chunk_frames=2))
     processor = refvl.load({"model_type": "kimi_k25"}, weights="random", device="meta", text=False).processor

@@ -123,7 +123,7 @@ def test_a_file_of_requests_becomes_a_file_of_answers(vlm, want, file, tmp_path)
     assert [entry["line"] for entry in entries] == [1, *range(3, 13)]
     assert [entry["answer"] for entry in entries if "answer" in entry] == want
     assert sorted(errors) == [*(i + 2 for i in BAD), 11, 12] and all(
-        errors[i].startswith("not JSON (") for i in (11, 12)
+        errors[i].startswith("the line is not valid JSON (") for i in (11, 12)
     )
 
 
@@ -172,7 +172,7 @@ def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
     out = tmp_path / "out" if text else file
     out.write_text(text or file.read_text())
     before = out.read_bytes()
-    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is not an answer to that line of the requests"):
+    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: does not answer that line of the requests"):
         answer_file(vlm, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
 
@@ -184,7 +184,7 @@ def test_answers_of_another_model_or_setting_are_not_continued(vlm, folder, file
     before = out.read_bytes()
     answer_file(other, file, out, common=COMMON, progress=False)  # loaded anew, it is the same
     assert out.read_bytes() == before
-    refused = "line 1: was answered by a different model or with different settings; move it away"
+    refused = "line 1: was answered by a different model or with different settings; move the file away"
     with pytest.raises(ValueError, match=refused):
         answer_file(vlm, file, out, common=COMMON | {"max_new_tokens": 3}, progress=False)
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_the_command_line(folder, want, file, shell):
     assert [e["answer"] for e in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in e] == want
     for arguments, message in (
         (["--jsonl", file, "-i", PHOTO], "jsonl: its lines contain the requests; remove image"),
-        (["Hi", "--out", "x"], "out: needs --jsonl"),
+        (["Hi", "--out", "x"], "out: supported only with --jsonl"),
         ([], "prompt: expected a question, or a file of requests with --jsonl"),
     ):
         status, _, err = shell("chat", folder, *arguments)

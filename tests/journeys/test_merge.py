@@ -35,10 +35,10 @@ def test_expand_refuses_other_media_than_the_prompt_names(media):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([100, 100, 100, 1], r"3 image placeholders, but 1 image\(s\) need 4"),
-        ([100] * 5, "5 image placeholders"),
+        ([100, 100, 100, 1], r"expected 4 image placeholders for 1 image\(s\), got 3"),
+        ([100] * 5, r"expected 4 image placeholders for 1 image\(s\), got 5"),
         ([100, 100, 1, 100, 100], "got a gap"),
-        ([100] * 4 + [200], r"1 video placeholders, but 0 video\(s\) need 0"),
+        ([100] * 4 + [200], r"expected 0 video placeholders for 0 video\(s\), got 1"),
     ],
 )
 def test_find_spans_refuses_runs_that_do_not_match(ids, message):

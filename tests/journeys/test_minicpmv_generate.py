@@ -416,7 +416,7 @@ def test_the_frame_limits_can_be_changed(models):
 
 def test_a_clip_is_sampled_by_what_its_version_reads(models):
     with pytest.raises(
-        ValueError, match=r"accepts fps and max_frames, or num_frames alone, for a video, got \['min_frames'\]"
+        ValueError, match=r"expected fps and max_frames, or num_frames alone, for a video, got \['min_frames'\]"
     ):
         models["4.5"].processor.load_video(CLIP, {"min_frames": 3})
     assert len(models["4.5"].processor.load_video(CLIP, {"num_frames": 5}).frames) == 5

@@ -283,7 +283,7 @@ def test_wrong_models_and_grids_are_named():
 
     assert run(KimiLike(), 6, [(2, 3)], rope_type="rope_4d").startswith("rope_type: expected one of")
     assert run(KimiLike(), 6, [(1, 2, 3)]) == "vision_model: KimiLike has no spatial_merge_size, which 'rope_3d' needs"
-    assert "grid_thw_list[0]: expected patches in whole merge blocks of 6, got (2, 2)" in run(
+    assert "grid_thw_list[0]: expected whole merge blocks of 6 patches, got (2, 2)" in run(
         KimiLike(), 4, [(2, 2)], rope_type="rope_2d"
     )
     assert "grid_thw_list[0]" in run(tower("GLM"), 4, [(1, 3, 2)])

@@ -170,9 +170,9 @@ def test_message_options(dense):
         return len(dense.processor.decode([{"role": "user", "content": content}])[0].frames)
 
     assert (frames(), frames(fps=1), frames(num_frames=6), frames(max_frames=4)) == (10, 5, 6, 4)
-    with pytest.raises(ValueError, match="expected fps, min_frames, max_frames, or num_frames alone"):
+    with pytest.raises(ValueError, match="expected fps, min_frames, max_frames, or num_frames alone, for a video"):
         frames(num_frames=6, fps=1)
-    with pytest.raises(ValueError, match="num_frames: expected at most 132, the frames of the video, got 200"):
+    with pytest.raises(ValueError, match="num_frames: expected at most 132, the number of frames available, got 200"):
         frames(num_frames=200)
 
 
@@ -226,8 +226,11 @@ def test_the_layer_that_predicts_more_tokens_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"deepstack_visual_indexes": [1, 9]}, "deepstack_visual_indexes: must be different blocks, 0 to 3, got"),
-        ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes: must be different blocks"),
+        (
+            {"deepstack_visual_indexes": [1, 9]},
+            "deepstack_visual_indexes: expected distinct block indices from 0 to 3, got",
+        ),
+        ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes: expected distinct block indices"),
         ({"num_position_embeddings": 50}, "num_position_embeddings: must be a square number, got 50"),
     ],
 )

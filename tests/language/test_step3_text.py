@@ -275,7 +275,7 @@ def test_a_step3_folder_has_a_tokenizer(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: expected rope_type 'default',"),
         ({"moe_router_activation": "sigmoid"}, "moe_router_activation: expected 'softmax', got 'sigmoid'"),
         ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected indices of the 3 layers, got \[3\]"),
-        ({"moe_top_k": 7}, "moe_top_k: expected at most 6, all experts, got 7"),
+        ({"moe_top_k": 7}, "moe_top_k: must not exceed moe_num_experts=6, got 7"),
         ({"moe_top_k": 0}, "moe_top_k: must be at least 1"),
     ],
 )
@@ -286,7 +286,7 @@ def test_what_is_not_built_is_refused(changes, message):
 
 def test_ids_or_embeddings_but_not_both():
     model = make_model()
-    with pytest.raises(ValueError, match="expected either input_ids or inputs_embeds, got both or neither"):
+    with pytest.raises(ValueError, match="forward: pass exactly one of input_ids and inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="expected either input_ids or inputs_embeds, got both or neither"):
+    with pytest.raises(ValueError, match="forward: pass exactly one of input_ids and inputs_embeds"):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), inputs_embeds=embeddings(1, 1))

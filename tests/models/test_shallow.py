@@ -44,7 +44,7 @@ def test_widths_are_the_release_s_and_words_the_small_checkpoint_s(name, wide, t
 
 def test_what_cannot_be_cut_is_refused(wide, tmp_path):
     qwen, glm = (DATA / "checkpoints" / f"tiny-{name}" for name in ("qwen3_vl", "glm4v"))
-    with pytest.raises(ValueError, match="like: expected a checkpoint of glm4v, got one of qwen3_vl"):
+    with pytest.raises(ValueError, match="like: expected a checkpoint of glm4v, got a checkpoint of qwen3_vl"):
         write_shallow(wide("tiny-glm4v"), tmp_path / "x", like=qwen)
     with pytest.raises(ValueError, match="depth: expected at least 2 layers for qwen3_vl, got 1"):
         write_shallow(wide("tiny-qwen3_vl"), tmp_path / "x", like=qwen, depth=1)

@@ -283,7 +283,7 @@ def test_anything_that_loads_as_a_picture_is_cut(tmp_path):
         ([(1, 2), (1, 2, 3)], ValueError, r"layouts\[1\]: expected \(rows, columns\)"),
         ([(1, 2.0)], TypeError, "expected integers"),
         ([(True, 2)], TypeError, "expected integers"),
-        ([(0, 2)], ValueError, r"above 0, or both 0 without crops, got \(0, 2\)"),
+        ([(0, 2)], ValueError, r"above 0, or \(0, 0\) without crops, got \(0, 2\)"),
         ([(-1, -2)], ValueError, r"layouts\[0\]: every extent must be at least 0, got \(-1, -2\)"),
     ],
 )

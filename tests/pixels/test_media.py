@@ -250,7 +250,7 @@ def test_very_short_clips(total, wanted):
     "arguments, error, message",
     [
         ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: expected at most one"),
-        ({"num_frames": 11}, ValueError, "num_frames: expected at most 10, the frames of the video, got 11"),
+        ({"num_frames": 11}, ValueError, "num_frames: expected at most 10, the number of frames available, got 11"),
         ({"num_frames": 0}, ValueError, "num_frames: must be at least 1"),
         ({"num_frames": 2.5}, TypeError, "num_frames: expected an integer"),
         ({"fps": 0}, ValueError, "fps: must be a finite number above 0, got 0"),
@@ -433,7 +433,9 @@ def test_scaled_and_oblique_display_matrices(tmp_path):
     wanted = shown_by_ffmpeg(tmp_path / "wide.mp4")
     assert np.array_equal(load_video(tmp_path / "wide.mp4", num_frames=len(wanted)).frames, wanted)
     (tmp_path / "oblique.mp4").write_bytes(with_matrix(data, 0.87, 0.5, -0.5, 0.87))
-    with pytest.raises(ValueError, match=r"video: .*oblique\.mp4 has a display matrix that is not a quarter turn"):
+    with pytest.raises(
+        ValueError, match=r"video: .*oblique\.mp4 has a display matrix whose angle is not a multiple of 90 degrees"
+    ):
         load_video(tmp_path / "oblique.mp4")
 
 

@@ -176,7 +176,7 @@ def test_merge_block_order(frames, P, Tp, m, data):
     "shape, message",
     [
         ((1, 3, 28, 30), "multiples of 28"),
-        ((0, 3, 28, 28), "expected frames"),
+        ((0, 3, 28, 28), "expected at least one frame"),
         ((3, 28, 28), "4 dimensions"),
         ((1, 4, 28, 28), "dimension 1 must be 3"),
     ],

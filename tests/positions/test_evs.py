@@ -346,7 +346,7 @@ def mask_of(embeds, thw):
         (
             lambda: compute_mrope_for_media((2, 4, 4), 2, -1, 1),
             ValueError,
-            "must be finite and not neg.* got -1",
+            "must be finite, not neg.* got -1",
         ),
         (lambda: restrict_positions(torch.zeros(3, 5).long(), torch.ones(4).bool()), ValueError, "keep_L: dimension 0"),
     ],
@@ -365,16 +365,16 @@ PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
         ({"pieces": [torch.zeros(3, 2)]}, r"multimodal_positions\[0\]: dimension 0 must be 4, got 3"),
         (
             {"pieces": [torch.zeros(4, 4)]},
-            r"multimodal_positions\[0\]: 4 positions, but its media item has 3 tokens left",
+            r"multimodal_positions\[0\]: expected at most 3 positions, the tokens left in its media item, got 4",
         ),
         (
             {"pieces": [torch.zeros(4, 3), torch.zeros(4, 1)]},
-            r"multimodal_positions\[1\]: 1 positions, but no media tokens from prompt token 5 on",
+            r"multimodal_positions\[1\]: expected media tokens for 1 positions, got none from prompt token 5 on",
         ),
-        ({"pieces": [torch.zeros(4, 1)], "done": 6}, "but no media tokens from prompt token 6 on"),
+        ({"pieces": [torch.zeros(4, 1)], "done": 6}, "got none from prompt token 6 on"),
         ({"done": 8}, r"num_computed_tokens: must be in \[0, 7\], got 8"),
         ({"done": -1}, r"num_computed_tokens: must be at least 0, got -1"),
-        ({"positions": torch.zeros(3, 6)}, "mrope_positions: 7 tokens, but only 6 positions"),
+        ({"positions": torch.zeros(3, 6)}, "mrope_positions: expected 7 positions or more, got 6"),
         ({"positions": torch.zeros(2, 7)}, "mrope_positions: dimension 0 must be 3, got 2"),
         (
             {"pieces": [torch.full((4, 3), float("nan"))]},
@@ -388,7 +388,10 @@ PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
         ({"pieces": [torch.full((4, 3), 0.5)]}, r"multimodal_positions\[0\]: expected whole numbers .* got 0.5"),
         ({"positions": torch.full((3, 7), -1)}, "mrope_positions: expected whole numbers .* got -1"),
         ({"positions": torch.full((3, 7), float("inf"))}, "mrope_positions: expected whole numbers .* got inf"),
-        ({"ids": [7, 7, *PROMPT[2:]], "pieces": [torch.zeros(4, 3)]}, "media token 2 does not follow a vision start"),
+        (
+            {"ids": [7, 7, *PROMPT[2:]], "pieces": [torch.zeros(4, 3)]},
+            "input_ids: expected vision_start_token_id=.* before media token 2, got 7",
+        ),
     ],
 )
 def test_pieces_that_do_not_fit_are_named(changed, message):

@@ -187,10 +187,10 @@ def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(
         (
             9,
             [MediaSpan(0, 1, 2, 2), MediaSpan(3, 1, 2, 2)],
-            "covers prompt tokens 3 to 6; expected tokens from 4 on, below 9",
+            "covers prompt tokens 3 to 6; expected tokens from 4 on and below 9",
         ),
-        (9, [MediaSpan(6, 1, 2, 2)], "covers prompt tokens 6 to 9; expected tokens from 0 on, below 9"),
-        (9, [MediaSpan(2, 1, 2, 2)] * 2, "covers prompt tokens 2 to 5; expected tokens from 6 on, below 9"),
+        (9, [MediaSpan(6, 1, 2, 2)], "covers prompt tokens 6 to 9; expected tokens from 0 on and below 9"),
+        (9, [MediaSpan(2, 1, 2, 2)] * 2, "covers prompt tokens 2 to 5; expected tokens from 6 on and below 9"),
         (0, [], "num_tokens: must be at least 1, got 0"),
         (-1, [], "num_tokens: must be at least 1, got -1"),
     ],

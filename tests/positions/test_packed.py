@@ -130,7 +130,7 @@ PROMPT = {"input_ids": torch.arange(4), "positions": torch.zeros(3, 4, dtype=tor
         ([], {}, "prompts: expected at least one prompt, got none"),
         ([PROMPT, 5], {}, r"prompts\[1\]: expected a trace, or a mapping with input_ids and positions, got 5"),
         ([PROMPT | {"positions": torch.zeros(3, 5)}], {}, r"prompts\[0\]: positions: dimension 1 must be 4"),
-        ([PROMPT], {"pad_to": 3}, "pad_to: the prompts have 4 tokens, which do not fit into 3; truncate them"),
+        ([PROMPT], {"pad_to": 3}, "pad_to: must be at least 4, got 3; truncate the prompts or raise pad_to"),
         ([PROMPT], {"pad_to": 0}, "pad_to"),
     ],
 )  # fmt: skip

@@ -237,8 +237,8 @@ def test_antialias_matters_where_sides_shrink():
 @pytest.mark.parametrize(
     ("table", "grids", "options", "error", "message"),
     [
-        (torch.zeros(12, 3), [(1, 2, 2)], {}, ValueError, "table: expected the S \\* S positions of a square, got 12"),
-        (torch.zeros(0, 3), [(1, 2, 2)], {}, ValueError, "table: expected the S \\* S positions of a square, got 0"),
+        (torch.zeros(12, 3), [(1, 2, 2)], {}, ValueError, "table: expected a square number of positions, got 12"),
+        (torch.zeros(0, 3), [(1, 2, 2)], {}, ValueError, "table: expected a square number of positions, got 0"),
         (torch.zeros(3, 3, 3), [(1, 2, 2)], {}, ValueError, "table: expected 2 dimensions \\(positions, D\\)"),
         ([[0.0]], [(1, 2, 2)], {}, TypeError, "table: expected a torch.Tensor, got list"),
         (torch.zeros(4, 3), [(1, 2, 3)], {}, ValueError, "h and w must be multiples of spatial_merge_size=2"),

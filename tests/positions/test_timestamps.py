@@ -154,7 +154,7 @@ def test_indices_are_read_only_when_asked_to():
         (
             {"frames_indices": [], "do_sample_frames": False},
             ValueError,
-            r"frames_indices: expected at least one frame, from 0 to 89",
+            r"frames_indices: expected at least one index, each from 0 to 89",
         ),
         ({"frames_indices": [90], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[90\]"),
         ({"frames_indices": [-1], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[-1\]"),

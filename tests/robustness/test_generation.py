@@ -254,15 +254,18 @@ BAD_PROMPTS = {
     "no prompt": ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
     "bytes": ({"input_ids": IDS.to(torch.uint8)}, "input_ids: expected int32 or int64, got dtype torch.uint8"),
     "complex": ({"input_ids": IDS.to(torch.complex64)}, "input_ids: expected integers, got dtype torch.complex64"),
-    "meta ids": ({"input_ids": IDS.to("meta")}, "input_ids: expected a dense tensor with values, got one on the meta"),
+    "meta ids": (
+        {"input_ids": IDS.to("meta")},
+        "input_ids: expected a dense tensor with values, got a tensor on the meta device",
+    ),
     "sparse ids": ({"input_ids": IDS.to_sparse()}, "input_ids: expected a dense tensor with values, got layout"),
     "a list": ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
-    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: expected all padding on the left"),
+    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: expected padding only on the left"),
     "mask with nan": ({"attention_mask": torch.tensor([[1, float("nan"), 1]])}, "attention_mask[0]: expected 0"),
     "mask with -1": ({"attention_mask": torch.tensor([[-1, 1, 1]])}, "expected 0 (padding) or 1, got -1"),
     "mask with 2": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "expected 0 (padding) or 1, got 2"),
-    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: expected all padding on the left"),
-    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: expected all padding"),
+    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: expected padding only on the left"),
+    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: expected padding only"),
     "meta mask": ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask: expected a dense tensor"),
     "sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "attention_mask: expected a dense tensor"),
     "seconds of no video": ({"second_per_grid_ts": [1.0]}, "second_per_grid_ts: expected one number for each of 0"),
@@ -315,7 +318,9 @@ def test_absurd_seconds_are_named(vlm, tensors, seconds):
     """As the only video: one grid step of four patches, so that nothing else can be wrong."""
     ids = torch.tensor([[5, vlm.token_ids["video"], 6]])
     rows = tensors["pixel_values"][:4]
-    with pytest.raises(ValueError, match=re.escape("second_per_grid_ts[0]: expected a positive number of seconds")):
+    with pytest.raises(
+        ValueError, match=re.escape("second_per_grid_ts[0]: expected more than 0 and at most 1,000,000 seconds")
+    ):
         vlm.generate(ids, pixel_values_videos=rows, video_grid_thw=[(1, 2, 2)], second_per_grid_ts=[seconds])
     assert vlm.generate(ids, pixel_values_videos=rows, video_grid_thw=[(1, 2, 2)], max_new_tokens=1).shape == (1, 4)
 

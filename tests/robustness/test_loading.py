@@ -87,7 +87,7 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     [
         ("[]", "model.safetensors.index.json: expected a JSON object, got []"),
         ("null", "model.safetensors.index.json: expected a JSON object, got null"),
-        ('{"weight', "model.safetensors.index.json: not valid JSON"),
+        ('{"weight', "model.safetensors.index.json is not valid JSON"),
         ("{}", "model.safetensors.index.json: expected an object under 'weight_map', got None"),
         ('{"weight_map": []}', "expected an object under 'weight_map', got []"),
         ('{"weight_map": {}}', "expected an object under 'metadata', got None"),

@@ -219,7 +219,7 @@ def test_answers_are_not_continued_after_a_change(folder, tmp_path, edit):
     before = out.read_bytes()
     edit(folder, tmp_path)
     what = "its media have changed" if edit is edit_picture else "by a different model or with different settings"
-    with pytest.raises(ValueError, match=rf"^out: .*line 1: .*{what}; move it away$"):
+    with pytest.raises(ValueError, match=rf"^out: .*line 1: .*{what}; move the file away$"):
         answer_file(load(folder), file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
 

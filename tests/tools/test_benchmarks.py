@@ -71,7 +71,7 @@ def test_a_wrong_count_stops_a_benchmark(small, monkeypatch, name):
     COUNTED[name]()
     count = report.count_operations
     monkeypatch.setattr(report, "count_operations", lambda call: count(call) + 1)
-    with pytest.raises(ArithmeticError, match="operations from its sizes, but the run has"):
+    with pytest.raises(ArithmeticError, match="operations from its sizes, got "):
         COUNTED[name]()
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_count_stops_a_benchmark(small, monkeypatch, name):
 def test_layers_that_torch_does_not_count_stop_a_benchmark(small, monkeypatch):
     """oneDNN's, of which torch's counter knows nothing."""
     monkeypatch.delitem(report.COUNTED_TOO, torch.ops.mkldnn._linear_pointwise)
-    with pytest.raises(ArithmeticError, match="linear, onednn: expected 26,214,400 .* but the run has 0"):
+    with pytest.raises(ArithmeticError, match="linear, onednn: expected 26,214,400 .*, got 0"):
         performance.measure_linear(1)
 
 

@@ -70,7 +70,8 @@ def test_info_on_a_released_config(shell):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "nowhere/at/all", "Hi"], "checkpoint: no folder nowhere/at/all"),
+        (["chat", "nowhere/at/all", "Hi"], "checkpoint: expected an existing folder, a hub id (owner/name) or a"),
+        (["chat", "nowhere/at/all", "Hi"], "), got nowhere/at/all"),
         (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
         (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
         (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
@@ -237,7 +238,7 @@ def test_attention_help_names_every_backend(shell, monkeypatch):
 
 def test_pruning_without_a_video_is_said(shell, folder):
     status, _, err = shell("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
-    assert status == 0 and err == "refvl: --pruning-rate prunes only videos, and none was given\n"
+    assert status == 0 and err == "refvl: --pruning-rate prunes only videos, and no video was given\n"
     assert shell("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
 
 
@@ -332,5 +333,5 @@ def test_demo_without_matplotlib_answers_and_names_the_extra(tmp_path, monkeypat
     shown = io.StringIO()
     show(Console(markup=True, file=shown, width=120), tmp_path / "figures", "tiny-qwen2_5_vl", "cpu")
     assert "What color is the circle? red" in shown.getvalue()
-    assert shown.getvalue().endswith("figures: need matplotlib; pip install 'refvl[notebooks]'\n")
+    assert shown.getvalue().endswith("figures: matplotlib is missing; install it with pip install 'refvl[notebooks]'\n")
     assert not (tmp_path / "figures").exists()

@@ -95,7 +95,7 @@ def test_what_cannot_be_handed_over(vlm, folder, tmp_path):
         vllm_inputs(tmp_path, ["a.png"])
     glm = make_glm_checkpoint(tmp_path / "model", model_type="glm4v", processor_class="Glm4vProcessor")
     encode_folder(refvl.load(glm, device="cpu", progress=False), folder, tmp_path / "glm", progress=False)
-    with pytest.raises(ValueError, match="vLLM accepts embeddings of Qwen2.5-VL, .* got GLM-4.1V"):
+    with pytest.raises(ValueError, match="folder: expected embeddings that vLLM accepts .Qwen2.5-VL, .* got GLM-4.1V"):
         vllm_inputs(tmp_path / "glm", ["a.png"])
 
 
@@ -159,7 +159,9 @@ def test_tar_shards_and_lists_hold_the_same_pictures(vlm, folder, tmp_path):
     (tmp_path / "list.txt").write_text(lines, encoding="utf-8-sig")
     listed = encode_folder(vlm, tmp_path / "list.txt", tmp_path / "listed", progress=False)
     assert list(listed["images"]) == ["media/b.jpg", "media/sub/c.png"]
-    assert listed["unreadable"] == dict.fromkeys(("gone.png", "gone.tar"), "expected a regular file, got none")
+    assert listed["unreadable"] == dict.fromkeys(
+        ("gone.png", "gone.tar"), "expected a regular file, got a broken link, a pipe or a device"
+    )
     for name, path in zip(names, SIZES, strict=True):
         [want] = vlm.encode(images=[folder / path])
         assert_agree(read_embeddings(tmp_path / "out", name), want, vlm.encoder)
