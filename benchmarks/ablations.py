@@ -301,12 +301,11 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
             "slices exchanged", "slices", token_blocks(lambda b: [b[0], *(b[1 + i] for i in SLICES)]),
             told=moved_corners, kinds=("place",),
         ),
-        *SIZES,
         Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])]), kinds=IMAGES),
         Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]]), kinds=IMAGES),
     ),
     "minicpmv4_7": (
-        TABLE[0], *SIZES,
+        TABLE[0],
         Ablation(
             "slices exchanged on the canvas", "canvas", on_canvas(CANVAS), told=moved_on_canvas, kinds=("place",)
         ),

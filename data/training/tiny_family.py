@@ -62,6 +62,7 @@ class TinyFamily:
     reads_canvas: bool = False  # ... if places are given to whole slices
     reads_steps: bool = False  # ... and the time of each step in a video
     reads_table: bool = False  # whether the tower should read it from its position table instead
+    any_size: bool = False  # whether it also learns from resized scenes; see `target_size`
     reads_neighbours: bool = False  # whether answers depend on the coordinates of the tower's tokens; see `relations`
     reads_windows: bool = False  # ... and on which tokens share a window
     spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length

@@ -97,7 +97,7 @@ def ask(scene: scenes.Scene, number: int, phrase: str, resized: tuple[int, int],
 class Recipe:
     """Settings of the training; the defaults are those of the committed adapters."""
 
-    steps: int = 2400
+    steps: int = 2000
     pool: int = 2000  # images per worker, which are reused with different questions
     asked: int = 16  # images per step
     rank: int = 32

@@ -34,17 +34,40 @@ def test_what_is_needed():
     assert of_glm == {("M-RoPE", "place"), ("seconds", "change"), *(("size", kind) for kind in ablations.IMAGES)}
     assert {("tiny-qwen3_vl", "deepstack", "motion"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
     assert {("tiny-minicpmv-4_7", mechanism, "place") for mechanism in ("canvas", "slices")} <= needed
-    assert not {"rotary", "windows"} & {mechanism for _, mechanism, _ in needed}
-    assert ("tiny-glm4v-table", "table", "place") in needed
-    assert not {model for model, mechanism, _ in needed if mechanism == "table"} & {"tiny-qwen3_vl", "tiny-glm4v"}
+    by_tower = {each for each in needed if each[1] in ("rotary", "windows", "table") and "minicpm" not in each[0]}
+    assert by_tower == {
+        ("tiny-qwen2_5_vl", "rotary", "neighbour"),
+        ("tiny-qwen2_5_vl", "windows", "window"),
+        ("tiny-qwen3_vl", "table", "neighbour"),
+        ("tiny-glm4v-table", "table", "place"),
+    }
 
 
-def test_the_table_is_followed():
-    """Rows and columns exchanged: at least 95 % of the places are mirrored; zeros: at most twice chance is correct."""
-    rows = {(r["without"], r["question"]): r for r in ROWS if r["model"] == "tiny-glm4v-table"}
-    exchanged, zeros = rows["table transposed", "place"], rows["table of zeros", "place"]
-    assert exchanged["follow"] >= 0.95 * exchanged["follow_of"] and exchanged["follow_of"] > 50
-    assert zeros["right"] <= 2 * zeros["chance"] * zeros["n"]
+@pytest.mark.parametrize(
+    ("model", "question", "zeros", "exchanged"),
+    [
+        ("tiny-glm4v-table", "place", "table of zeros", "table transposed"),
+        ("tiny-qwen3_vl", "neighbour", "table of zeros", "tokens transposed in the tower"),
+        ("tiny-qwen2_5_vl", "neighbour", "no rotation", "tokens transposed in the tower"),
+        ("tiny-qwen2_5_vl", "window", "", "windows of other tokens"),
+    ],
+)
+def test_what_is_needed_is_followed(model, question, zeros, exchanged):
+    """Exchanged: at least 85 % of the answers follow (GLM: 95 %). Without: at most twice chance is correct."""
+    rows = {(r["without"], r["question"]): r for r in ROWS if r["model"] == model}
+    followed, least = rows[exchanged, question], 0.95 if model == "tiny-glm4v-table" else 0.85
+    assert followed["follow"] >= least * followed["follow_of"] and followed["follow_of"] > 50
+    if zeros:
+        assert rows[zeros, question]["right"] <= 2 * rows[zeros, question]["chance"] * rows[zeros, question]["n"]
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen2_5_vl", "tiny-qwen3_vl"])
+def test_other_sizes_are_answered(model):
+    """At least 95 % of the colours of scenes of every size that was measured, as docs/quality.md says."""
+    sized = {row["without"]: row for row in ROWS if (row["model"], row["mechanism"]) == (model, "size")}
+    assert len(sized) == len(ablations.SIZES)
+    for row in (row for row in ROWS if row["model"] == model and row["without"] in sized and row["question"] == "color"):
+        assert row["right"] >= 0.95 * row["n"], row
 
 
 def test_needed_is_what_the_intervals_say():
