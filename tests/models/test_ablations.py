@@ -32,11 +32,12 @@ def test_what_is_needed():
     needed = {(row["model"], row["mechanism"], row["question"]) for row in ROWS if row["needed"]}
     of_glm = {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"}
     assert of_glm == {("M-RoPE", "place"), ("seconds", "change"), *(("size", kind) for kind in ablations.IMAGES)}
-    assert {("tiny-qwen3_vl", "deepstack", "motion"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
+    assert {("tiny-qwen3_vl", "deepstack", "shape"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
     assert {("tiny-minicpmv-4_7", mechanism, "place") for mechanism in ("canvas", "slices")} <= needed
     by_tower = {each for each in needed if each[1] in ("rotary", "windows", "table") and "minicpm" not in each[0]}
     assert by_tower == {
         ("tiny-qwen2_5_vl", "rotary", "neighbour"),
+        ("tiny-qwen2_5_vl", "rotary", "window"),
         ("tiny-qwen2_5_vl", "windows", "window"),
         ("tiny-qwen3_vl", "table", "neighbour"),
         ("tiny-glm4v-table", "table", "place"),
