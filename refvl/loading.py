@@ -98,7 +98,7 @@ def load(
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
     stored = weights == "checkpoint"
     if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
-        raise ValueError("max_cache_len: expected compile=True and text=True, because it sizes the text model's cache")
+        raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
     _check_arguments(path_or_id, graphs, model_kwargs, stored, check_flag(text, "text"))
     cache = media_cache if isinstance(media_cache, MediaCache | None) else MediaCache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}

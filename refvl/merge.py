@@ -78,8 +78,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
             if places[used + length - 1] - offset + 1 != length:
                 raise ValueError(f"input_ids: expected {length} consecutive placeholders of {kind} {i}, got a gap")
             if spans[i] and places[used - 1] + 1 == offset:
-                parts = f"separate runs of {[t * h * w for t, h, w in item.runs]} placeholders"
-                raise ValueError(f"input_ids: expected {kind} {i} as {parts}, got two runs without a gap")
+                parts = f"separate runs of {[t * h * w for t, h, w in item.runs]} placeholders for {kind} {i}"
+                raise ValueError(f"input_ids: expected {parts}, got two runs without a gap between them")
             spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
             used += length
     if int(input_ids[-1]) in token_ids.values():

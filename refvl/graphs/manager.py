@@ -372,7 +372,7 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
         max_budget = min(largest, MAX_UNITS * unit)
     smallest = max(unit, given["max_items"] or 1)
     if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
-        least = f"must be at least {smallest} tokens, so that one unit of every path fits"
+        least = f"must be at least {smallest} tokens, to hold a whole crop or overview, and one token per item"
         raise ValueError(f"max_budget: {least}, got {max_budget}")
     limits = infer_limits(unit, max_budget, **given)
     if given["max_frames"]:

@@ -1,4 +1,7 @@
-"""Detection of changes to an encoder, because a graph stores the addresses and dtypes of weights and calls no hooks."""
+"""Detect changes to an encoder that a replay would miss.
+
+A graph stores the addresses and dtypes of weights and calls no hooks.
+"""
 
 from torch import nn
 from torch.nn.modules import module as torch_module

@@ -30,7 +30,7 @@ class Step3TextConfig(PretrainedConfig):
     num_attention_heads: int = 64
     num_attention_groups: int = 1  # the number of key-value heads; MFA has one
     head_dim: int = 256
-    share_q_dim: int = 2048  # the rank of the query
+    share_q_dim: int = 2048  # the rank of the low-rank query projection
     max_position_embedding: int = 65536
     rms_norm_eps: float = 1e-5
     rope_parameters: dict | None = None
@@ -109,7 +109,7 @@ def check_config(config: Step3TextConfig) -> None:
     if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
         raise ValueError(f"moe_router_activation: expected 'softmax', got {router!r}")
     if unknown := sorted(n for n in config.moe_layers if not 0 <= n < config.num_hidden_layers):
-        raise ValueError(f"moe_layers_enum: expected indices of the {config.num_hidden_layers} layers, got {unknown}")
+        raise ValueError(f"moe_layers_enum: expected indices from 0 to {config.num_hidden_layers - 1}, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:
         raise ValueError(f"moe_top_k: must not exceed moe_num_experts={config.moe_num_experts}, got {config.moe_top_k}")
 

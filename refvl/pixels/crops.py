@@ -29,7 +29,8 @@ from refvl.pixels.images import load_image
 from refvl.pixels.settings import check_preprocessing, known_fields
 from refvl.pixels.strips import resize_as_square
 
-MIN_SIDE, THIN_RATIO = 32, 4  # an image with a shorter side and a larger ratio is padded to a square
+# an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
+MIN_SIDE, THIN_RATIO = 32, 4
 SQUARE_RATIO = 1.5  # up to this ratio, a small image needs only the overview
 SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
 

@@ -72,9 +72,9 @@ def sample_frame_indices(
 
     The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
     (num_frames is rounded to the nearest multiple). Frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. In transformers, some lengths give one index
-    past the end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video
-    shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
+    `Qwen2VLVideoProcessor.sample_frames`, which computes the indices in floating point. In transformers, some lengths
+    give one index past the end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by
+    one. A video shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
 
     Raises ValueError if both fps and num_frames are given, if more frames are requested than exist, or if there are
     more than `MAX_FRAMES`. Raises TypeError if a limit is not an integer.

@@ -36,7 +36,7 @@ def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_imag
     """
     for name, mark in marks.items():
         if mark not in vocabulary and (numbers_images or not name.startswith("im_id")):
-            raise ValueError(f"tokenizer: expected the token {mark!r} of MiniCPM-V's prompts, got none")
+            raise ValueError(f"tokenizer: has no special token {mark!r}, which MiniCPM-V's prompts need")
     return {name: vocabulary.get(mark, TEXT_ID) for name, mark in marks.items()}
 
 

@@ -269,7 +269,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     layers = _adaptable(model)
     weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
     if others := [f"{key} ({tensor.dtype})" for key, tensor in weights.items() if tensor.dtype not in FLOATS]:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: expected floats, got different dtypes: {_some(others)}")
+        raise ValueError(f"adapter: {folder / WEIGHTS}: expected floating-point weights, got {_some(others)}")
     if nonfinite := [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got nan or inf in {_some(nonfinite)}")
     of_layers: dict[str, dict[str, Tensor]] = {}

@@ -205,7 +205,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
         medium = load_image(file.source(), limits=vlm.processor.limits)
         width, height = medium.size
     if file.read_stamp() != stamp:
-        raise ValueError("the file changed while it was read; run the same command again")
+        raise ValueError("the file changed while it was being read; run the same command again")
     entry |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
     return medium, entry | dict(zip(STAMP, stamp, strict=True)) | {"sha256": digest}
 

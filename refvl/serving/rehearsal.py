@@ -31,7 +31,7 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
         if value is not None and not (name == "num_beam_groups" and value == 1):
             setting = f"generation_config.{name}" if given and name not in options else name
             raise ValueError(
-                f"{setting}: must be None, got {printable(repr(value))}; its code is on the hub and is never run"
+                f"{setting}: must be None, got {printable(repr(value))}; refvl never runs its code, which is on the hub"
             )
     acting = (*CALLED, *FUNCTIONS)
     tried = {name: value for name, value in options.items() if name not in acting}

@@ -58,10 +58,12 @@ class Stages:
     def save(self, folder: str | Path) -> None:
         """Write `folder`, which must be new or empty, in one step, so other processes see either nothing or everything.
 
-        Raises FileExistsError for a folder that contains files.
+        Raises FileExistsError for a folder that contains files, and for a file.
         """
         folder = Path(folder)
-        if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"folder: expected a new or empty folder, got the file {folder}")
+        if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(f"folder: {folder} already contains files; choose a different folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
@@ -114,7 +116,7 @@ class Stages:
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
-    """Return dtype and shape of each tensor, as a manifest lists them."""
+    """Return the dtype and shape of each tensor, in the form in which a manifest lists them."""
     return {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
 
 

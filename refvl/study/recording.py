@@ -37,7 +37,8 @@ def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
     accepts only one kind.
     """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
-        raise ValueError(f"with: transformers' model can be recorded only for Qwen and GLM, got {vlm.family.name}")
+        reason = "because transformers' model can be recorded only for these families"
+        raise ValueError(f"with: expected a Qwen or GLM model, {reason}, got {vlm.family.name}")
     if isinstance(vlm.processor, Glm4vProcessor) and len(set(kinds)) > 1:
         raise ValueError(f"with: expected only images or only videos for transformers' {vlm.family.name}, got both")
 

@@ -29,8 +29,8 @@ def replay_stale(
 ) -> Mapping[str, StaleReplay]:
     """Replay `batch` once per stale buffer, which still holds `before`; return results by name ("": none is stale).
 
-    captured: a recording of the trace backend. before, batch: the patch rows and the plan of each. An error is the norm
-    of the difference relative to the correct result; for integers and booleans, the share that differs.
+    captured: a recording of the trace backend. before, batch: two batches, each a pair (patch rows, plan). An error is
+    the norm of the difference relative to the correct result; for integers and booleans, the share that differs.
     """
     graph = captured.graph
     if not isinstance(graph, TraceGraph):

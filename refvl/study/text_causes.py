@@ -310,7 +310,10 @@ def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
 
 
 def _norms(changed: Any, row: int) -> list[nn.Module]:
-    """Return the norms of layer row - 1 and of all later layers, or the final norm after the last layer."""
+    """Return the norms of layer row - 1 and of all later layers, and the final norm.
+
+    After the last layer, only the final norm is left.
+    """
     return norms_of([*changed.model.layers[row - 1 :].modules(), changed.model.norm])
 
 

@@ -179,7 +179,9 @@ def describe_machine() -> dict[str, Any]:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention."""
     properties = torch.cuda.get_device_properties(device)
-    kernels = {f"heads of {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS}
+    kernels = {
+        f"head dimension {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS
+    }
     return {
         "device": str(device),
         "name": properties.name,
@@ -219,7 +221,7 @@ def find_problem(device: torch.device, cards: str) -> str:
     if not has_kernels(capability, built_for := torch.cuda.get_arch_list()):
         card = f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}"
         age = "new" if capability > max(map(_capability, built_for)) else "old"
-        return f"too {age} a card: {card}, and torch {torch.__version__} has kernels for {', '.join(built_for)}"
+        return f"GPU too {age}: {card}, but torch {torch.__version__} has kernels only for {', '.join(built_for)}"
     return ""
 
 

@@ -266,7 +266,7 @@ def trace(
     if with_ and pruning_rate:
         raise ValueError(f"pruning_rate: must be 0 with {with_.value}, which prunes nothing, got {pruning_rate}")
     if with_ and adapter:
-        raise ValueError(f"adapter: not supported with {with_.value}, whose model would have no adapter")
+        raise ValueError(f"adapter: not supported with {with_.value}, because it would not be attached to that model")
     model = _load(checkpoint, device, dtype, attention, graphs, adapter)
     if with_:
         from refvl.study.recording import check_recordable, record_transformers

@@ -139,7 +139,9 @@ def check_attention(bench: Bench) -> Iterator[dict]:
                 out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
                 steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # the bound for float32; tf32 is not considered
                 error = float((out.double() - exact).abs().max() / v.double().abs().max())
-                yield row(f"{backend}, {_name(dtype)}, heads of {head_dim}", error, steps * torch.finfo(dtype).eps)
+                yield row(
+                    f"{backend}, {_name(dtype)}, head dimension {head_dim}", error, steps * torch.finfo(dtype).eps
+                )
 
 
 def _exact_attention(*qkv_NHK: Tensor) -> Tensor:

@@ -106,19 +106,19 @@ def _patches(item: Any) -> Iterator[str]:
     if tiles is not None and is_grid(item.layout):
         step = " of the first step" * (item.layout[0] > 1)
         yield figure(_cut(tiles, item), f"{layout}; each patch{step} is labelled with the number of its row")
-        yield figure(_in_order(tiles, 12), "the same patches in row order")
+        yield figure(_in_order(tiles, 12), "the same patches in the order of their rows")
     elif tiles is not None and hasattr(item.layout[0], "slices"):
         sizes = [size for group in item.layout for size in group.slices]
         yield figure(_slices(tiles, sizes), f"{layout}; rows are ordered slice by slice, line by line")
     elif tiles is not None:
-        yield figure(_in_order(tiles, 16), f"{layout}; patches in row order")
+        yield figure(_in_order(tiles, 16), f"{layout}; patches in the order of their rows")
     yield tensor_figure("pixel_values", rows)
 
 
 def _in_order(tiles: np.ndarray, across: int) -> str:
     """Return patches in the order of the rows."""
     shown = tiles[:SHOWN_TILES]
-    alt = f"The first {len(shown)} of {len(tiles)} patches in row order, {across} per line"
+    alt = f"The first {len(shown)} of {len(tiles)} patches in the order of their rows, {across} per line"
     return picture(mosaic(shown, across), alt, width=WIDE)
 
 

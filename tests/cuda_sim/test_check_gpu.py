@@ -111,7 +111,7 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
     said = "refvl commit os torch torch_cuda built_for nvidia_smi capability gpus flash_attn"  # nvidia-smi: the driver
     assert set(said.split()) <= result["environment"].keys()
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
-    assert {"varlen, bfloat16, heads of 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
+    assert {"varlen, bfloat16, head dimension 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
 
 
 @pytest.mark.slow
@@ -261,8 +261,8 @@ PROBLEMS = [  # available, CUDA of the build, what nvidia-smi lists, what torch 
     ("old driver: ", False, "13.0", SMI, TOO_OLD, (9, 0), 0),
     ("no GPU that torch can use: No CUDA GPUs", False, "13.0", SMI, "No CUDA GPUs are available", (9, 0), 0),
     ("no such GPU: expected a GPU for cuda:3, but torch sees 2", True, "13.0", SMI, "", (9, 0), 3),
-    ("too old a card: simulated has compute capability 7.0", True, "13.0", SMI, "", (7, 0), 0),
-    ("too new a card: simulated has compute capability 13.0", True, "13.0", SMI, "", (13, 0), 0),
+    ("GPU too old: simulated has compute capability 7.0", True, "13.0", SMI, "", (7, 0), 0),
+    ("GPU too new: simulated has compute capability 13.0", True, "13.0", SMI, "", (13, 0), 0),
 ]  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def test_kernels_run_on_their_major_capability_from_their_minor_one_on(capabilit
 
 
 def test_readme_and_docs_say_which_cards_the_wheels_run_on():
-    """Oracle: the architectures of a wheel, as `too old a card` prints them."""
+    """Oracle: the architectures of a wheel, as `GPU too old` prints them."""
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/gpu.md"))
     lowest, highest = (".".join(map(str, runner._capability(WHEEL[i]))) for i in (0, -1))
     assert f"need compute capability {lowest} and a CUDA-13 driver" in readme

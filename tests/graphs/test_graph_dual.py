@@ -263,7 +263,7 @@ def test_when_one_path_cannot_be_captured_no_graph_is_kept():
         ({"budgets": {"local": [4]}}, r"budgets: expected a dict with the keys \['local', 'global'\], got \['local'\]"),
         (
             {"budgets": None, "max_budget": 3},
-            "max_budget: must be at least 4 tokens, so that one unit of every path fits, got 3",
+            "max_budget: must be at least 4 tokens, to hold a whole crop or overview, and one token per item, got 3",
         ),
     ],
     ids=str,

@@ -371,7 +371,7 @@ BAD = {  # what is done to a saved adapter: what the error says
     **{
         f"{dtype}": (
             {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"expected floats, got different dtypes: .* .{dtype}.",
+            f"expected floating-point weights, got .* .{dtype}.",
         )
         for dtype in (torch.int32, torch.bool, torch.complex64)
     },

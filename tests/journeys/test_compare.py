@@ -294,9 +294,10 @@ def test_a_folder_that_holds_files_is_left_alone(run, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
-    for name in ("full", "file"):
-        with pytest.raises(FileExistsError, match=f"folder: .*{name} already contains files"):
-            run.save(tmp_path / name)
+    with pytest.raises(FileExistsError, match="folder: .*full already contains files"):
+        run.save(tmp_path / "full")
+    with pytest.raises(FileExistsError, match="folder: expected a new or empty folder, got the file .*file$"):
+        run.save(tmp_path / "file")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full", "precious"]
     (tmp_path / "empty").mkdir()
     run.save(tmp_path / "empty")
@@ -398,7 +399,7 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         (["compare", "nowhere", "nowhere"], "nowhere: contains no saved stages"),
         (
             ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
-            "only for Qwen and GLM, got Step3-VL",
+            "expected a Qwen or GLM model, because .* only for these families, got Step3-VL",
         ),
         (
             ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],

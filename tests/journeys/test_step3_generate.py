@@ -233,7 +233,7 @@ def test_squares_in_another_order_are_refused(vlm, written):
         text = text.replace("<patch_start><im_patch>", "<patch_start>", 1).replace("<im_start>", "<im_start><im_patch>")
     ids = torch.tensor([vlm.processor.tokenizer(text, add_special_tokens=False)["input_ids"]])
     assert ids.shape == inputs["input_ids"].shape
-    with pytest.raises(ValueError, match=r"expected image 0 as separate runs of \[1, 1, 1, 1, 4\] placeholders"):
+    with pytest.raises(ValueError, match=r"expected separate runs of \[1, 1, 1, 1, 4\] placeholders for image 0"):
         vlm.generate(**inputs | {"input_ids": ids})
 
 

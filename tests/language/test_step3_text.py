@@ -274,7 +274,7 @@ def test_a_step3_folder_has_a_tokenizer(tmp_path):
         ({"num_attention_groups": 2}, "num_attention_groups: expected 1, as in MFA, got 2"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: expected rope_type 'default',"),
         ({"moe_router_activation": "sigmoid"}, "moe_router_activation: expected 'softmax', got 'sigmoid'"),
-        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected indices of the 3 layers, got \[3\]"),
+        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected indices from 0 to 2, got \[3\]"),
         ({"moe_top_k": 7}, "moe_top_k: must not exceed moe_num_experts=6, got 7"),
         ({"moe_top_k": 0}, "moe_top_k: must be at least 1"),
     ],

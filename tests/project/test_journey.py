@@ -366,7 +366,7 @@ def test_a_page_loads_nothing_and_says_what_it_shows(name):
         ("qwen3_vl", ["A grid of 6 x 6 patches", "Heat map of deepstack", "cosines of the angles"]),
         ("glm4v", ["A grid of 6 x 6 patches", "Heat map of pixel_values"]),
         ("minicpmv", ["Slice 1 of 5, 4 x 4 patches", "cosines of the angles"]),
-        ("step3", ["patches in row order, 16 per line", "Heat map of embeddings of item 1"]),
+        ("step3", ["patches in the order of their rows, 16 per line", "Heat map of embeddings of item 1"]),
         ("clip", ["6 of the 6 sampled frames", "window_index: the index"]),
         ("clip_pruned", ["Tokens of video 1 kept per step", "6 of the 6 sampled frames"]),
     ],

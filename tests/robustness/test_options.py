@@ -82,7 +82,7 @@ def test_every_option_is_tried():
         ({"streamer": 5}, r"streamer: expected an object with put\(\), got int"),
         (
             {"dola_layers": "low"},
-            "dola_layers: must be None, got 'low'; its code is on the hub and is never run",
+            "dola_layers: must be None, got 'low'; refvl never runs its code, which is on the hub",
         ),
         (
             {"generation_config": GenerationConfig(penalty_alpha=0.6)},

@@ -151,7 +151,7 @@ def test_the_keep_mask_explorer_needs_no_model():
         assert row["positions"].shape == (3, row["tokens"]) and row["tokens"] == int(row["keep"].sum())
         explorer.index = index
         assert f"keeps {row['tokens']} of {len(EMBEDS)} tokens" in explorer.describe()
-    with pytest.raises(ValueError, match="model: expected one that answers, got only embeddings"):
+    with pytest.raises(ValueError, match="model: this explorer has no model to ask; use viz.explore_evs"):
         explorer.ask({"again": ("Why?", FRAMES)})
 
 

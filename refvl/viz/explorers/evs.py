@@ -42,7 +42,7 @@ class EvsExplorer(Explorer):
     def ask(self, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> None:
         """Ask the model new questions, name -> (prompt, video), and show the answers instead."""
         if self.model is None:
-            raise ValueError("model: expected one that answers, got only embeddings; use viz.explore_evs with a model")
+            raise ValueError("model: this explorer has no model to ask; use viz.explore_evs with a model")
         self.fill(**self._table([clip_asked(self.model, name, *clip) for name, clip in clips.items()], q))
         self.selected = self._moved()
 

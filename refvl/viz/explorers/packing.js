@@ -63,7 +63,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `${several(view.row.replays.length, "replay")}, as long as the budgets; hatched: padding`,
     caption: () => `Each bar is a replay, as long as the token budget of its graph; hatched: padding. Dotted lines: the captured graphs, with budgets of ` +
-      `${view.row.budgets.join(", ")} tokens. An image too large for every graph runs eagerly, in a dashed bar`,
+      `${view.row.budgets.join(", ")} tokens. An image too large for any graph runs eagerly; its bar is dashed`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
@@ -113,7 +113,7 @@ export default explorer(view => {
 
   view.readout(() => {
     const replay = view.row.replays[replayOf(view.item)], others = replay.items.filter(i => i !== view.item);
-    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "is too large for every graph and runs eagerly";
+    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "is too large for any graph and runs eagerly";
     return `image ${view.item + 1} (${tokens()[view.item]} tokens) ${where}` +
       (others.length ? `, together with image${others.length > 1 ? "s" : ""} ${others.map(i => i + 1).join(", ")}` : ", alone");
   });

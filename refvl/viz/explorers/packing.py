@@ -74,7 +74,7 @@ class PackingExplorer(Explorer):
         super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:
-        """Return which images share a replay."""
+        """Return the batches: the images that share each replay."""
         name, graphs, arrived, policy = state
         return plan_batches(
             self.arrivals[name][:arrived], self.budgets[-graphs:], self.max_items,

@@ -24,7 +24,7 @@ STEP, LONGEST = 8, 4096  # px: the sizes that are tried
 
 
 class SlicesExplorer(Explorer):
-    """The explorer of a photo at every size at which one of the two families starts to cut it differently.
+    """The explorer of a photo at each size from which MiniCPM-V or Step3-VL cuts it in a new way.
 
     Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by a whole factor.
     Its queries read the photo, scaled down by that factor and cut the same way. For `question`, the model cuts

@@ -86,7 +86,7 @@ export default explorer(view => {
     const line = lineOf(view.item), step = stepOf(view.item), [first, second] = frames(line, step);
     const at = frame => `${frame} (${(frame / view.option("fps")).toFixed(2)} s)`;
     const pair = first === second ? `frame ${at(first)}, used twice` : `frames ${at(first)} and ${at(second)}`;
-    return `${rules[line]}, pair ${step + 1}: ${pair}; their timestamp in the prompt is ${sampled()[line].timestamps[step]}`;
+    return `${rules[line]}, pair ${step + 1}: ${pair}; the timestamp in the prompt is ${sampled()[line].timestamps[step]}`;
   });
   return { count: () => rules.length * most() };
 });

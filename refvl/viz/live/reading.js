@@ -182,7 +182,7 @@ function dials({ S, L, pen, ease }) {
     r = Math.min(15, c * 0.36);
   const counts = [0, 1, 2].map(axis => S.axes.filter(a => a === axis).length), C = pen.colors;
   const by = AXES.map((axis, i) => `${counts[i]} by ${axis}`).join(", ");
-  pen.text(`They rotate ${n} pairs of every query and key, ${by}: the first pair fastest, the last slowest`, x0, y - 38);
+  pen.text(`The positions rotate ${n} pairs of every query and key, ${by}: the first fastest, the last slowest`, x0, y - 38);
   S.axes.forEach((axis, j) => {
     const value = S.res ? S.res.positions[axis][S.col] : 0, angle = ease("dial" + j, value * S.frequencies[j], 4);
     const x = x0 + (j + 0.5) * c + (S.isInterleaved ? 0 : axis * 8);

@@ -20,7 +20,7 @@ export const SWITCHES = {
     only: "windows" },
   unsortedBack: { chapter: 4, name: "Forget to restore the order", what: "the tokens stay in window order",
     said: "order not restored", only: "windows" },
-  deep: { chapter: 4, name: "Leave DeepStack out", what: "layers 1 and 2 get no features of earlier blocks",
+  deep: { chapter: 4, name: "Leave DeepStack out", what: "layers 1 and 2 get no features from earlier blocks",
     said: "without DeepStack", only: "deepstack" },
   swap: { chapter: 7, name: "Swap h and w", what: "h and w of each token trade places", said: "h and w swapped" },
   one: { chapter: 7, name: "One position for all", what: "all tokens of the image in the same place", said: "one position for all" },
