@@ -104,7 +104,7 @@ def test_a_failure_leaves_the_manager_to_the_others():
     def run(i):
         for _ in range(5):
             if i % 2:
-                with pytest.raises(ValueError, match="pixel_values: shape"):
+                with pytest.raises(ValueError, match="pixel_values: expected a shape that fits"):
                     manager.execute(case.rows[:, :-1], case.layouts)
             else:
                 assert distance(manager.execute(case.rows, case.layouts), case.wanted) <= TOLERANCE

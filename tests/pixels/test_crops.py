@@ -326,5 +326,5 @@ def test_sizes_that_cannot_be(width, height, name):
 
 
 def test_pixels_that_are_no_squares():
-    with pytest.raises(ValueError, match="expected squares of at least 14 pixels"):
+    with pytest.raises(ValueError, match="pixels: expected squares of at least 14 px, got shape"):
         square_patch_rows(torch.zeros(1, 3, 28, 42), 14)

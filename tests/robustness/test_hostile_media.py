@@ -393,12 +393,12 @@ def test_errors_behind_decoding_name_the_file_and_its_size(tmp_path):
     for name, size in (("thin", "4000 x 10"), ("upright", "10 x 4000")):
         media = processor.decode(processor.messages("what?", images=[tmp_path / f"{name}.png"]))
         with pytest.raises(
-            ValueError, match=rf"{name}\.png: expected an aspect ratio of at most 200, got 400.0: {size} pixels"
+            ValueError, match=rf"{name}\.png: .* expected an aspect ratio of at most 200, got 400.0 for {size} pixels"
         ):
             processor.patchify(media)
-    with pytest.raises(ValueError, match="^item 2: expected an aspect ratio .* 4000 x 10 pixels"):
+    with pytest.raises(ValueError, match="^item 2: width, height: expected an aspect ratio .* 4000 x 10 pixels"):
         processor.patchify([load_image(GRADIENT), load_image(np.zeros((10, 4000, 3), np.uint8))])
-    with pytest.raises(ValueError, match=r"thin\.png: expected an aspect ratio"):
+    with pytest.raises(ValueError, match=r"thin\.png: width, height: expected an aspect ratio"):
         processor.patchify([load_image(Image.open(tmp_path / "thin.png"))])
 
 
