@@ -246,7 +246,7 @@ class Drawn:
     seen: relations.Arrangement | None = None
 
     @property
-    def relations(self) -> tuple[Tensor, Tensor] | None:
+    def relation_labels(self) -> tuple[Tensor, Tensor] | None:
         return self.seen and relations.labels_of(self.scenes, self.seen)
 
 
@@ -596,7 +596,7 @@ class Trainer(run.Trainer):
     def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
         drawn = self._draw(sort, int(count * self.recipe.seeing), number, rng)
         media_BMD, learner = self.learner.vlm.encode(drawn.pixels, **drawn.shown), self.learner
-        loss = learner.cell_loss(media_BMD, drawn.labels) + learner.relation_loss(media_BMD, drawn.relations)
+        loss = learner.cell_loss(media_BMD, drawn.labels) + learner.relation_loss(media_BMD, drawn.relation_labels)
         return torch.zeros(()), loss
 
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
@@ -606,7 +606,7 @@ class Trainer(run.Trainer):
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
         logits, media_BMD, inner_BLD = learner.vlm(batch, prune=prune)
         probes = learner.cell_loss(media_BMD, drawn.labels) + learner.told_loss(batch, inner_BLD)
-        probes = probes + learner.relation_loss(media_BMD, drawn.relations)
+        probes = probes + learner.relation_loss(media_BMD, drawn.relation_labels)
         if sort != "picture" and learner.time_probe:
             probes = probes + learner.time_loss(batch, inner_BLD, drawn.labels)
         return F.cross_entropy(logits, batch.targets), probes

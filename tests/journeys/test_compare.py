@@ -399,7 +399,8 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         (["compare", "nowhere", "nowhere"], "nowhere: contains no saved stages"),
         (
             ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
-            "expected a Qwen or GLM model, because .* only for these families, got Step3-VL",
+            "with: expected a Qwen or GLM model, because transformers' model can be recorded only for these families, "
+            "got Step3-VL",
         ),
         (
             ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],

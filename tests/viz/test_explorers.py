@@ -194,7 +194,7 @@ def test_module_is_one_file_without_imports(name):
 
 
 def test_the_tower_brings_patches_closer_to_their_token():
-    """What the page says: more than half of the patches gain, in the scene all. Oracle: the same sums, pair by pair."""
+    """What the page says: most patches gain, and how many. Oracle: the same sums, pair by pair."""
     explorer = make("tower")
     for watched, shown in zip(explorer.watched.values(), explorer.shared["pictures"], strict=True):
         states, block = watched.trace.tower_hidden_states, watched.merge**2
@@ -207,7 +207,6 @@ def test_the_tower_brings_patches_closer_to_their_token():
             rest = token[:, None] != token
             leads.append((alike * mates).sum(1) / mates.sum(1) - (alike * rest).sum(1) / rest.sum(1))
         assert shown["closer"] == (leads[1] > leads[0]).sum() > len(token) / 2
-    assert explorer.shared["pictures"][0]["closer"] == len(explorer.shared["pictures"][0]["patches"])
     assert explorer.first_patch - explorer.first.looked_at_most in range(explorer.first.merge**2)
 
 

@@ -150,7 +150,7 @@ def test_the_keep_mask_explorer_needs_no_model():
         assert torch.equal(row["keep"], compute_retention_mask(EMBEDS, THW, 1, q))
         assert row["positions"].shape == (3, row["tokens"]) and row["tokens"] == int(row["keep"].sum())
         explorer.index = index
-        assert f"keeps {row['tokens']} of {len(EMBEDS)} tokens" in explorer.describe()
+        assert f"keeps {row['tokens']} of the video's {len(EMBEDS)} tokens" in explorer.describe()
     with pytest.raises(ValueError, match="model: this explorer has no model to ask; use viz.explore_evs"):
         explorer.ask({"again": ("Why?", FRAMES)})
 
