@@ -35,8 +35,8 @@ class TowerExplorer(WatchedExplorer):
     )
     action = "Drag across the blocks: the orange line rises above the gray one. Then choose a different patch."
     takeaway = (
-        "A patch starts as pixels and ends as a quarter of its token; on the way, most patches become more similar to "
-        "the token's other patches."
+        "A patch starts as pixels and ends as a quarter of its token; most patches become more similar to the rest of "
+        "their token."
     )
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
