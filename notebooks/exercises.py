@@ -609,7 +609,7 @@ def _ask_patch_rows(function: Callable) -> list[Said]:
         pixels[ours] = rows.flatten()
         return [pixels[theirs].view(rows.shape)]
 
-    for request in requests_for("shape", 4, split="demo"):
+    for request in requests_for("color", 8, split="demo"):
         text = model.trace(**request.arguments, max_new_tokens=16, replace={"patchify": cut_again}).text
         said.append((request.question.text, text, request.question.answer))
     return said
@@ -680,7 +680,7 @@ def _ask_rms_norm(function: Callable) -> list[Said]:
     for block in model.encoder.blocks:
         for norm in (block.norm1, block.norm2):
             norm.register_forward_hook(lambda module, given, _: function(given[0], module.weight, module.eps))
-    requests = requests_for("shape", 4, split="demo")
+    requests = requests_for("color", 8, split="demo")
     return _asked(model, requests)
 
 

@@ -42,8 +42,8 @@ A model reads an input only if nothing else contains the same information:
    the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
    patches to which it is added.
 9. **Some questions need the tower's coordinates and windows** (`relations.py`). In most batches of images the nine
-   tokens exchange their rows and columns in the tower, by rotary angles or by vectors of its table, and the answer to
-   "What is right of the red circle?" follows. The language model's positions are exchanged separately, so it cannot
+   tokens exchange their rows and columns in the tower, by rotary angles or by vectors of its table. The answer to
+   "What is right of the red circle?" follows this exchange. The language model's positions are exchanged separately, so it cannot
    find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks every token
    for its four neighbours, and for the others in its window.
 10. **Scenes are resized** for some families: six in ten batches of images and a quarter of the videos, to sides of 56

@@ -44,7 +44,7 @@ TOP = """<header id="top">{back}<h1>{title}</h1>{menu}
 was generated from that run.</p>
 <ul class="legend"><li class="l ran"><span class="n">12</span><span class="c">a line that ran</span></li>
 <li class="l"><span class="n">13</span><span class="c">a line that did not run</span></li>
-<li><span class="summary">6 lines check</span> lines that only check something, folded</li>
+<li><span class="summary">6 lines check</span> lines that only check, folded</li>
 <li><span class="call">7 name</span> function 7 is first entered from here</li></ul>
 <p class="keys"><button type="button" id="unfold" aria-pressed="false" hidden>Unfold all checks</button>
 <span>The keys <kbd>←</kbd> and <kbd>→</kbd> move from stage to stage.</span></p>
