@@ -11,7 +11,7 @@ export default explorer(view => {
   const scale = () => (W() - LEFT - RIGHT) / Math.max(end("eager"), end("replay"));
   const titles = () => [
     `host, eager: ${count()} launches`,
-    `device, eager: done after ${us(end("eager"))}, idle for ${Math.round(100 * view.row.idle)} % of that time`,
+    `device, eager: done after ${us(end("eager"))}, ${Math.round(100 * view.row.idle)} % idle`,
     `device, replay: one launch, done after ${us(end("replay"))}`,
   ];
   const operation_at = (px, py) => {
