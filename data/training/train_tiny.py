@@ -43,9 +43,9 @@ A model reads an input only if nothing else contains the same information:
    patches to which it is added.
 9. **Some questions need the tower's coordinates and windows** (`relations.py`). In most batches of images the nine
    tokens exchange their rows and columns in the tower, by rotary angles or by vectors of its table. The answer to
-   "What is right of the red circle?" follows this exchange. The language model's positions are exchanged separately, so it cannot
-   find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks every token
-   for its four neighbours, and for the others in its window.
+   "What is right of the red circle?" follows this exchange. The language model's positions are exchanged separately,
+   so it cannot find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks
+   every token for its four neighbours, and for the others in its window.
 10. **Scenes are resized** for some families: six in ten batches of images and a quarter of the videos, to sides of 56
    to 168 px and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, a token
    contains parts of several cells, so another probe asks for the object at each of its four patches, and positions are

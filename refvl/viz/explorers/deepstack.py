@@ -46,10 +46,10 @@ class DeepstackExplorer(Explorer):
         "The tower is the image encoder. Its last block produces the embeddings that the language model reads as "
         "tokens; some earlier blocks produce additional features."
     )
-    action = 'Choose "all features" in the list: the answer becomes correct. Then choose the question about an image.'
+    action = 'Choose "all features" in the list: the answer becomes correct. Then choose the question about a video.'
     takeaway = (
         "DeepStack adds features of earlier tower blocks to the language model's first layers. Without them, this "
-        "model misjudges some videos."
+        "model misjudges some images."
     )
 
     def __init__(self, model: VLM, questions: Mapping[str, tuple[str, Any]]):

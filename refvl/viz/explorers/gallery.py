@@ -9,7 +9,7 @@ import numpy as np
 import refvl
 from refvl.graphs import generate_budgets
 from refvl.paths import DATA
-from refvl.pixels.media import load_video
+from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.serving.model import VLM
@@ -47,9 +47,10 @@ def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 
 
-def upside_down(clip) -> np.ndarray:
-    """Return the frames of a video, each rotated by 180 degrees."""
-    return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
+def bottom_first(image) -> np.ndarray:
+    """Return the pixels of an image whose lower two thirds are moved to the top."""
+    pixels = np.asarray(load_image(image))
+    return np.roll(pixels, 2 * len(pixels) // 3, axis=0)
 
 
 GALLERY: dict[str, Callable[[], Explorer]] = {
@@ -57,7 +58,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
     ),
     "graph": lambda: explore_graph(
-        small_model(), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the star?"
+        small_model(), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the square?"
     ),
     "launches": explore_launches,
     "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
@@ -83,7 +84,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "deepstack": lambda: explore_deepstack(
         small_model("tiny-qwen3_vl"),
         {
-            "a video, upside down": ("Which way does the circle move?", upside_down(CLIP)),
+            "an image, its bottom on top": ("What shape is the red object?", bottom_first(SCENE)),
             "a video": ("Which way does the circle move?", CLIP),
             "an image": ("What color is the circle?", SCENE),
         },
