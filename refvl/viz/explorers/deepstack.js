@@ -111,14 +111,14 @@ export default explorer(view => {
     name: () => `with ${view.option("kept")}, the model says "${view.row.answer}"; probabilities of the first word: ` +
       asked().words.map((word, i) => `${word} ${percent(view.row.chances[i])}`).join(", "),
     caption: () => `Probabilities of the first word with ${view.option("kept")}` + (asked().words.includes("Ask") ? '. "Ask me about ...": the model declines to answer' : ""),
-    size: () => [W(), 62 + asked().words.length * 34],
+    size: () => [W(), 84 + asked().words.length * 34],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.font = "bold 28px sans-serif";
       pen.fillStyle = view.colors[wrong() ? "highlight_text" : "ink"]; pen.fillText(view.row.answer, 0, 26, width);
-      const after = pen.measureText(view.row.answer).width + 16; pen.font = "14px sans-serif"; pen.textAlign = "left";
-      if (wrong()) { pen.fillStyle = view.colors.ink; pen.fillText(`incorrect; with all features, it is "${asked().answers[0]}"`, after, 28, width - after); }
+      pen.font = "14px sans-serif"; pen.textAlign = "left"; pen.fillStyle = view.colors.ink;
+      pen.fillText(wrong() ? `incorrect; with all features: "${asked().answers[0]}"` : "", 0, 58, width);
       asked().words.forEach((word, i) => {
-        const y = 62 + i * 34, part = view.ease(`chance ${i}`, view.row.chances[i]);
+        const y = 84 + i * 34, part = view.ease(`chance ${i}`, view.row.chances[i]);
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(word.slice(0, 10), 0, y + 12);
         pen.fillStyle = view.colors.empty; pen.fillRect(84, y, width - 140, 24);
         pen.fillStyle = view.colors[wrong() ? "highlight" : "kept"]; pen.fillRect(84, y, (width - 140) * part, 24);
