@@ -331,8 +331,7 @@ def questions_of(name: str, count: int) -> dict[str, list[Asked]]:
         found = {kind: evaluate_step3.requests_for(kind, count) for kind in kinds}
         return {kind: [Asked(arguments, q.answer) for q, arguments in asked] for kind, asked in found.items()}
     questions, family = {}, find_family(name)
-    kinds = ("neighbour",) * family.reads_neighbours + ("window",) * family.reads_windows
-    for kind, sort in (family.kinds | dict.fromkeys(kinds, "picture")).items():
+    for kind, sort in (family.kinds | dict.fromkeys(relations.kinds_of(family), "picture")).items():
         requests = evaluate_tiny.requests_for(kind, count)
         questions[kind] = [
             Asked(r.arguments, r.question.answer, scenes.draw_sort(sort, "test", r.index)) for r in requests

@@ -9,6 +9,7 @@ single objects need neither. There are two kinds that do:
 A tower with a position table should read neighbours from it, another one from rotary angles.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,8 +47,7 @@ class Arrangement:
         If the tower has a position table, its vectors are exchanged instead of the rotary coordinates.
         """
         if hasattr(plan, "position_embeds"):
-            tokens = plan.position_embeds.unflatten(0, (-1, CELLS, 4))
-            return replace(plan, position_embeds=tokens[:, torch.as_tensor(self.coordinates)].flatten(0, 2))
+            return exchange_vectors(plan, np.add.outer(4 * self.coordinates, range(4)).flatten())
         at, block = plan.window_index, len(plan.positions) // len(plan.window_index)
         order = torch.as_tensor(self.coordinates)
         members = torch.as_tensor(np.argsort(self.windows))  # the token that stands where each token stood
@@ -72,6 +72,17 @@ class Arrangement:
 AS_IT_IS = Arrangement(np.arange(CELLS), np.arange(CELLS))
 TRANSPOSED = replace(AS_IT_IS, coordinates=scenes.TRANSPOSED)
 OTHER_WINDOWS = replace(AS_IT_IS, windows=np.arange(CELLS)[::-1].copy())  # the tokens in reverse order
+
+
+def exchange_vectors(plan: Any, table: Sequence[int] | np.ndarray) -> Any:
+    """Return the plan of items of one size in which patch i gets the vector of patch table[i] in the position table."""
+    items = plan.position_embeds.unflatten(0, (-1, len(table)))
+    return replace(plan, position_embeds=items[:, torch.as_tensor(table)].flatten(0, 1))
+
+
+def kinds_of(family: Any) -> tuple[str, ...]:
+    """Return the kinds of these questions that a family is asked."""
+    return KINDS[: family.reads_neighbours + family.reads_windows]
 
 
 def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:

@@ -14,7 +14,7 @@ Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedTokenizerFast
 
+from data.training.relations import exchange_vectors
 from data.training.tiny_family import TinyFamily
 from refvl.positions import MediaSpan, compute_retention_mask
 
@@ -67,8 +68,7 @@ class TinyModel(nn.Module):
         if change is not None:
             metadata = change(metadata)
         if table is not None:
-            embeds_BNE = metadata.position_embeds.unflatten(0, (len(pixels), -1))
-            metadata = replace(metadata, position_embeds=embeds_BNE[:, torch.as_tensor(table)].flatten(0, 1))
+            metadata = exchange_vectors(metadata, table)
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
     def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -381,7 +381,7 @@ def ask_about(builder: PromptBuilder, shown: Drawn, sort: str, rng: np.random.Ge
     asked = [ask(scene, kinds_to_ask(scene, rng, sliced=sliced), rng) for scene in drawn]
     if shown.seen is not None:
         for row, scene in zip(asked, shown.scenes, strict=True):
-            kinds = ("neighbour", "neighbour", "window") if family.reads_windows else ("neighbour", "neighbour")
+            kinds = ("neighbour", *relations.kinds_of(family))
             row += [relations.draw_question(scene, shown.seen, kind, rng) for kind in kinds]
     batch = replace(builder.batch(pixels, asked, seconds=seconds, shown=shown.shown), told=shown.told)
     if sort == "picture" and family.sliced and "order" in shown.shown:
@@ -685,7 +685,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
                 "": relations.AS_IT_IS,
                 ", exchanged": relations.Arrangement(shuffled.permutation(9), shuffled.permutation(9)),
             }.items():
-                kinds = relations.KINDS[: 1 + family.reads_windows]
+                kinds = relations.kinds_of(family)
                 asked = [[relations.draw_question(scene, seen, kind, rng) for kind in kinds] for scene in drawn]
                 shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown={"change": seen})
         if sort == "picture" and family.any_size:
