@@ -75,16 +75,17 @@ class Readout:
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 
-    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    # torch registers a hook before its `with_kwargs`, and removes it the same way: meanwhile other threads give no kwargs.
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
-            cache = kwargs.get("past_key_values")
+            cache = (kwargs or {}).get("past_key_values")
             self.start = 0 if cache is None else int(cache.get_seq_length())
 
-    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        x_BLD = args[0] if args else kwargs["hidden_states"]
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
+            x_BLD = args[0] if args else (kwargs or {})["hidden_states"]
             self.stop = self.start + x_BLD.shape[1]
-        self._keep(x_BLD)
+            self._keep(x_BLD)
 
     def _keep(self, output: Any) -> None:
         x_BLD = output[0] if isinstance(output, tuple) else output

@@ -14,6 +14,7 @@ import refvl
 from refvl.graphs import CaptureError, TraceGraph
 from refvl.graphs import cuda as cuda_graphs
 from refvl.paths import DATA
+from refvl.study.readout import Readout
 
 # float32, as a share of an item's norm. A graph sums in another order than the eager encoder; both round each of a few
 # hundred sums by 2^-24 and some layers add that up. Another caller's rows, or a stale one, are off by more than 0.1.
@@ -147,6 +148,27 @@ def test_a_model_answers_every_thread_about_its_own_picture(folder):
             assert sum(batch.tokens for batch in trace.graph_batches) == len(want.embeds[0])
             assert trace.text == want.text
         assert answers == [want.text]
+
+
+def test_a_readout_of_one_thread_does_not_stop_another():
+    """torch registers a hook and its `with_kwargs` in two steps, and removes them so: another thread may run between.
+
+    The second step is undone here, so every forward of the other thread runs between the two.
+    """
+    text = refvl.load(DATA / "checkpoints/tiny-qwen2_5_vl", device="cpu", progress=False).language_model
+    readout = Readout(text, text.model.layers, length=4)
+    hooked = [text, text.model.layers[0]]
+    flags = [dict(module._forward_pre_hooks_with_kwargs) for module in hooked]
+    for module in hooked:
+        module._forward_pre_hooks_with_kwargs.clear()
+    with ThreadPoolExecutor(1) as pool:
+        logits = pool.submit(lambda: text(input_ids=torch.arange(4)[None]).logits).result(60)
+    assert readout.first_logits is None and readout.last_states is None
+    for module, flag in zip(hooked, flags, strict=True):
+        module._forward_pre_hooks_with_kwargs.update(flag)
+    text(input_ids=torch.arange(4)[None])
+    readout.remove()
+    assert distance(readout.first_logits, logits[0, -1]) <= TOLERANCE
 
 
 def test_only_the_capturing_thread_may_not_wait_for_the_device(monkeypatch):
