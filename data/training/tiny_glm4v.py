@@ -65,8 +65,12 @@ class TinyGlm4v(TinyFamily):
     chat_template = CHAT_TEMPLATE
     pieces = PIECES
     clips = ("motion", "change")
-    reads_places = True
-    recipe = {"steps": 1400}  # noqa: RUF012
+    reads_places = any_size = True
+    recipe = {  # noqa: RUF012
+        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 2, "steps": 1000,
+        "see": 100, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 200,
+    }  # fmt: skip
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables, and a wide kernel
 
     def config(self, tokenizer: Tokenizer) -> dict:

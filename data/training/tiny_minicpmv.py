@@ -64,7 +64,12 @@ class TinyMiniCPMV(TinyFamily):
     prunable = False
     sliced = True
     packing = PACKING
-    recipe = {"see": 200, "steps": 2200, "pictures": 9, "clips": 9, "photos": 4, "measure_every": 440}  # noqa: RUF012
+    any_size = True
+    recipe = {  # noqa: RUF012
+        "begin_with": "59d67e8fb028b206b94082c3594599cbb0c411c59d0c161621cd6c05855f7ddf", "seed": 2, "steps": 1200,
+        "see": 150, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 6, "asides": 2, "photos": 4,
+        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 200,
+    }  # fmt: skip
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """Return the dict of `config.json`, flat as in the release.
