@@ -67,9 +67,9 @@ class TinyGlm4v(TinyFamily):
     clips = ("motion", "change")
     reads_places = any_size = True
     recipe = {  # noqa: RUF012
-        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 2, "steps": 1000,
-        "see": 100, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
-        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 200,
+        "begin_with": "6f2de697ff2182cec85792bb45f32c6fa8a9abd214a1c2cf020c8f2afa97d52e", "seed": 3, "steps": 1500,
+        "see": 400, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 2e-3, "muon_lr": 3e-3, "measure_on": 96, "measure_every": 250,
     }  # fmt: skip
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables, and a wide kernel
 
