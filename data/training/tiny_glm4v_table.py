@@ -18,9 +18,9 @@ class TinyGlm4vTable(TinyGlm4v):
     reads_places = False
     reads_table = any_size = True
     recipe = {  # noqa: RUF012
-        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 1, "steps": 800,
-        "see": 60, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
-        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 64, "measure_every": 100,
+        "begin_with": "73113805b970b5e7fb57e71d5b0a5e58a98f3b86a4215faa2d6488d927af45b2", "seed": 2, "steps": 1400,
+        "see": 200, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,
+        "lr": 2e-3, "muon_lr": 3e-3, "measure_on": 96, "measure_every": 200,
     }  # fmt: skip
 
     @property
