@@ -284,13 +284,13 @@ WINDOWS = (
     ),
 )
 ABLATIONS: dict[str, tuple[Ablation, ...]] = {
-    "qwen2_5_vl": (*ROTARY, NEIGHBOURS, *WINDOWS, *M_ROPE, *SIZES),
+    "qwen2_5_vl": (*ROTARY, NEIGHBOURS, *WINDOWS, *M_ROPE),
     "qwen3_vl": (
         *ROTARY, *TABLE, replace(NEIGHBOURS, mechanism="table"),
-        Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS, *SIZES,
+        Ablation("no DeepStack", "deepstack", without_deepstack), *M_ROPE, *SECONDS,
     ),
-    "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
-    "glm4v_table": (*ROTARY, *TABLE, *M_ROPE, *SECONDS, *SIZES),
+    "glm4v": (*ROTARY, *TABLE, *M_ROPE, *SECONDS),
+    "glm4v_table": (*ROTARY, *TABLE, *M_ROPE, *SECONDS),
     "minicpmv": (
         *TABLE,
         Ablation("keys without places", "resampler", of_resampler(positions=lambda p: torch.zeros_like(p.positions))),
@@ -363,7 +363,7 @@ def rows_of(name: str, count: int) -> Iterator[dict]:
         fixed = {"model": folder.name, "question": kind, "chance": round(chance[kind], 4)}
         plain = said(model, [q.trace for q in asked])
         yield fixed | row_of("", "", asked, plain)
-        for ablation in ABLATIONS[name]:
+        for ablation in (*ABLATIONS[name], *SIZES):
             if not ablation.kinds or kind in ablation.kinds:
                 answers = ask(model, asked, ablation)
                 yield fixed | row_of(ablation.name, ablation.mechanism, asked, answers, ablation.told)

@@ -62,7 +62,6 @@ class TinyFamily:
     reads_canvas: bool = False  # ... if places are given to whole slices
     reads_steps: bool = False  # ... and the time of each step in a video
     reads_table: bool = False  # whether the tower should read it from its position table instead
-    any_size: bool = False  # whether it also learns from resized scenes; see `target_size`
     reads_neighbours: bool = False  # whether answers depend on the coordinates of the tower's tokens; see `relations`
     reads_windows: bool = False  # ... and on which tokens share a window
     spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length
@@ -77,11 +76,6 @@ class TinyFamily:
     @property
     def folder(self) -> Path:
         return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
-
-    @property
-    def begins_in(self) -> Path:
-        """The folder of the checkpoint with which training begins, if the recipe names one."""
-        return self.folder
 
     @property
     def measurements(self) -> Path:
@@ -163,9 +157,6 @@ class TinyFamily:
 
     def init_weights(self, model: torch.nn.Module) -> None:
         """Initialise weights differently from `TinyModel.init_weights`, after which this is called."""
-
-    def begin_anew(self, model: torch.nn.Module) -> None:
-        """Initialise weights that start this way even if the model begins with an earlier checkpoint."""
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
         """Turn (B, frames, H, W, 3) uint8 of one size into the encoder's rows (N, C), and the layout of each item."""

@@ -65,7 +65,7 @@ class TinyGlm4v(TinyFamily):
     chat_template = CHAT_TEMPLATE
     pieces = PIECES
     clips = ("motion", "change")
-    reads_places = any_size = True
+    reads_places = True
     recipe = {  # noqa: RUF012
         "begin_with": "6f2de697ff2182cec85792bb45f32c6fa8a9abd214a1c2cf020c8f2afa97d52e", "seed": 3, "steps": 1500,
         "see": 400, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,

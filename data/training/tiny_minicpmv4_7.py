@@ -51,13 +51,13 @@ class TinyMiniCPMV4_7(TinyFamily):
     texts = ("system\n", "user\n", "assistant\n", *map(str, range(10)))
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "merger.linear")
     recipe = {  # noqa: RUF012
-        "begin_with": "e56a5507f40e6a114c1b330d68cf05b126def7425f5e7fca759c14076c336316", "seed": 2, "steps": 900,
-        "see": 80, "warmup": 30, "pictures": 12, "picture_batches": 2, "asides": 2, "photos": 4,
-        "lr": 1.2e-3, "muon_lr": 2e-3, "measure_on": 96, "measure_every": 150,
+        "begin_with": "97ec94bdbaec14ac28613223a821e05023d793c5e35a638664ba2a2d86f87da3", "seed": 3, "steps": 1200,
+        "see": 200, "warmup": 30, "pictures": 12, "picture_batches": 2, "asides": 2, "photos": 4,
+        "lr": 2e-3, "muon_lr": 3e-3, "measure_on": 96, "measure_every": 200,
     }  # fmt: skip
     clips = ()
     prunable = False
-    reads_places = reads_canvas = any_size = True
+    reads_places = reads_canvas = True
     moves_with_token = (-1, 0, 1)  # a slice with its separators
 
     def config(self, tokenizer: Tokenizer) -> dict:

@@ -59,7 +59,7 @@ class TinyQwen2_5_VL(TinyFamily):
     end_of_turn = "<|im_end|>"
     end_of_media = {"image": "<|vision_end|>", "video": "<|vision_end|>"}  # noqa: RUF012
     chat_template = CHAT_TEMPLATE
-    reads_places = reads_steps = reads_neighbours = reads_windows = any_size = True
+    reads_places = reads_steps = reads_neighbours = reads_windows = True
     recipe = {  # noqa: RUF012
         "begin_with": "65333cd4545874e20eac54c71cd6aed99bca1f694e0e288cf939adcdb4371558", "seed": 3, "steps": 1600,
         "see": 100, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,

@@ -67,7 +67,7 @@ class TinyQwen3VL(TinyFamily):
     clips = ("motion", "change")
     reads_places = True
     spells_seconds = True
-    reads_neighbours = any_size = True
+    reads_neighbours = True
     recipe = {  # noqa: RUF012
         "begin_with": "49f5f9e5dd02cfd79d1361e527b84d04e1dfe8b9a90338dd7c34dff4e604c21c", "seed": 4, "steps": 1400,
         "see": 100, "warmup": 30, "pictures": 12, "picture_batches": 2, "clips": 3, "asides": 2, "photos": 4,

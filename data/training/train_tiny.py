@@ -46,7 +46,7 @@ A model reads an input only if nothing else contains the same information:
    "What is right of the red circle?" follows this exchange. The language model's positions are exchanged separately,
    so it cannot find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks
    every token for its four neighbours, and for the others in its window.
-10. **Scenes are resized** for some families: six in ten batches of images and a quarter of the videos, to sides of 56
+10. **Scenes are resized**: six in ten batches of images and a quarter of the videos, to sides of 56
    to 168 px and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, a token
    contains parts of several cells, so another probe asks for the object at each of its four patches, and positions are
    mirrored or transposed instead of exchanged. Every number of rows and columns is equally frequent: with evenly drawn
@@ -112,7 +112,7 @@ class Recipe:
     seed: int = 0
     measure_every: int = 150
     measure_on: int = 256  # held-out scenes
-    begin_with: str = ""  # weights_sha256 of an earlier checkpoint, see `TinyFamily.begins_in`; "": none
+    begin_with: str = ""  # weights_sha256 of an earlier checkpoint, in git's history; "": none
 
 
 class Learner(nn.Module):
@@ -516,17 +516,14 @@ class Trainer(run.Trainer):
         self.builder = PromptBuilder(family, self.tokenizer, self.config)
         self.learner, self.pool = self.make_learner(), Pool(recipe, rank)
         if recipe.begin_with:
-            self.take_over(family.begins_in)
+            self.take_over(family.folder)
         self.start()
 
     def make_learner(self) -> Learner:
         return Learner(self.family, self.config, self.recipe.seed)
 
     def take_over(self, folder: Path) -> None:
-        """Load the knowledge of the checkpoint in a folder, except for the parts that the family restarts.
-
-        Raises ValueError if it is not the checkpoint that the recipe names.
-        """
+        """Load the weights in a folder. Raises ValueError if they are not those that the recipe names."""
         if (found := run.digest(folder)) != self.recipe.begin_with:
             raise ValueError(f"begin_with: expected the digest of the weights in {folder}, {found}; check it out first")
         model, vlm = refvl.load(folder, device="cpu", dtype=torch.float32, progress=False), self.learner.vlm
@@ -534,7 +531,6 @@ class Trainer(run.Trainer):
         text = model.language_model.state_dict()
         vlm.model.load_state_dict({n.removeprefix("model."): w for n, w in text.items() if n.startswith("model.")})
         vlm.lm_head.weight.data.copy_(text["lm_head.weight"])
-        self.family.begin_anew(vlm)
 
     def losses(self) -> list[Tensor]:
         """Return the losses of images' answers and cells, videos' answers and cells, photos and off-topic answers.
@@ -560,7 +556,7 @@ class Trainer(run.Trainer):
     def _draw(self, sort: str, count: int, number: int, rng: np.random.Generator) -> Drawn:
         """Draw scenes in their final form, with the labels of their cells."""
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
-        family, resized = self.family, self.family.any_size and rng.random() < RESIZED[sort]
+        family, resized = self.family, rng.random() < RESIZED[sort]
         if resized:
             groups = sizes_of_cells(family, pixels.shape[1])
             group = groups[int(rng.integers(len(groups)))]  # every number of rows and columns is equally frequent
@@ -688,7 +684,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
                 kinds = relations.kinds_of(family)
                 asked = [[relations.draw_question(scene, seen, kind, rng) for kind in kinds] for scene in drawn]
                 shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown={"change": seen})
-        if sort == "picture" and family.any_size:
+        if sort == "picture":
             kinds = ["color", "shape", "place"]
             for height, width in SIZES_MEASURED:
                 other = resize(resize(pixels, (height, width)), family.target_size(height, width, 1))
