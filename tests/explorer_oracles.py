@@ -81,14 +81,16 @@ def packing(explorer, state: tuple) -> dict:
     tokens, budgets = explorer.arrivals[name][:arrived], generate_budgets(64, 512)[-graphs:]
     plans = {p: plan_batches(tokens, budgets, max_items=8, policy=p) for p in ("greedy", "optimal")}
     assert (policy == "either") == (plans["greedy"] == plans["optimal"])
-    batches = plans["greedy" if policy == "either" else policy]
+    used = "greedy" if policy == "either" else policy
+    batches = plans[used]
+    fewer = (plan_batches(tokens, generate_budgets(64, 512)[-n:], max_items=8, policy=used) for n in (1, 2, 3, 4))
     return {
         "tokens": tokens,
         "budgets": budgets,
         "replays": [
             {"items": b.indices, "tokens": sum(tokens[i] for i in b.indices), "budget": b.budget or 0} for b in batches
         ],
-        "waste": round(padding_waste(batches, tokens), 4),
+        "wastes": [round(padding_waste(batches, tokens), 4) for batches in fewer],
     }
 
 

@@ -101,13 +101,22 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `${percent(view.row.waste)} of the replays' computation is padding`,
-    size: () => [W(), 18],
-    draw(pen, width, height) {
-      const waste = view.ease("waste", view.row.waste);
-      pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - waste), height);
-      hatch(pen, width * (1 - waste), 0, width * waste, height);
-      pen.strokeStyle = view.colors.ink; pen.strokeRect(0.5, 0.5, width - 1, height - 1);
+    name: () => `padding with ${view.row.wastes.map((share, i) => `${several(i + 1, "captured graph")}: ${percent(share)}`).join(", ")}`,
+    caption: () => "The computation of all replays, by the number of captured graphs; hatched: the share of padding",
+    size: () => [Math.min(W(), 560), view.row.wastes.length * 24],
+    draw(pen, width) {
+      const left = 76, long = width - left - 96;
+      pen.textBaseline = "middle";
+      view.row.wastes.forEach((share, i) => {
+        const top = 24 * i + 2, waste = view.ease(`waste ${i}`, share), now = i + 1 === view.row.budgets.length;
+        pen.globalAlpha = now ? 1 : 0.5;
+        pen.fillStyle = view.colors.kept; pen.fillRect(left, top, long * (1 - waste), 18);
+        hatch(pen, left + long * (1 - waste), top, long * waste, 18);
+        pen.strokeStyle = view.colors.ink; pen.lineWidth = 1; pen.strokeRect(left + 0.5, top + 0.5, long - 1, 17);
+        pen.globalAlpha = 1; pen.fillStyle = view.colors.ink; pen.font = `${now ? "bold " : ""}12px sans-serif`;
+        pen.textAlign = "right"; pen.fillText(several(i + 1, "graph"), left - 8, top + 9);
+        pen.textAlign = "left"; pen.fillText(`${percent(share)} padding`, left + long + 8, top + 9);
+      });
     },
   });
 

@@ -52,13 +52,10 @@ class PackingExplorer(Explorer):
         rows: dict[tuple, dict] = {}
         for name, graphs in itertools.product(self.arrivals, captured):
             for arrived in range(1, len(self.arrivals[name]) + 1):
-                packed = {policy: self.batches((name, graphs, arrived, policy)) for policy in POLICIES}
-                if packed["greedy"] == packed["optimal"]:
-                    packed = {EITHER: packed["greedy"]}
-                rows |= {
-                    (name, graphs, arrived, policy): self._row(name, graphs, arrived, batches)
-                    for policy, batches in packed.items()
-                }
+                greedy, optimal = (self.batches((name, graphs, arrived, policy)) for policy in POLICIES)
+                policies = [EITHER] if greedy == optimal else POLICIES
+                states = [(name, graphs, arrived, policy) for policy in policies]
+                rows |= {state: self._row(state) for state in states}
         most = max(map(len, self.arrivals.values()))
         controls = [
             Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
@@ -81,13 +78,20 @@ class PackingExplorer(Explorer):
             policy=POLICIES[0] if policy == EITHER else policy,
         )  # fmt: skip
 
-    def _row(self, name: str, graphs: int, arrived: int, batches: list[Batch]) -> dict:
-        """Return the captured budgets, and the items and the budget of each batch; an eager batch has budget 0."""
+    def _row(self, state: tuple) -> dict:
+        """Return the captured budgets, and the items and the budget of each batch; an eager batch has budget 0.
+
+        wastes: the share of padding with 1, 2, ... captured graphs.
+        """
+        name, graphs, arrived, policy = state
+        by_graphs = [self.batches((name, i + 1, arrived, policy)) for i in range(len(self.budgets))]
         return {
             "tokens": self.arrivals[name][:arrived],
             "budgets": self.budgets[-graphs:],
-            "replays": [{"items": b.indices, "tokens": b.tokens, "budget": b.budget or 0} for b in batches],
-            "waste": round(padding_waste(batches), 4),
+            "replays": [
+                {"items": b.indices, "tokens": b.tokens, "budget": b.budget or 0} for b in by_graphs[graphs - 1]
+            ],
+            "wastes": [round(padding_waste(each), 4) for each in by_graphs],
         }
 
     def _middle(self, rows: Mapping) -> tuple:
@@ -111,5 +115,5 @@ class PackingExplorer(Explorer):
         images, budgets = f"{arrived} image{'s' * (arrived > 1)}", ", ".join(map(str, row["budgets"]))
         return (
             f"{images} ({name}), packed by {rule}, take{'s' * (arrived == 1)} {replays} replay{'s' * (replays != 1)}, "
-            f"with {row['waste']:.0%} padding. The captured graphs hold {budgets} tokens."
+            f"with {row['wastes'][len(row['budgets']) - 1]:.0%} padding. The captured graphs hold {budgets} tokens."
         )

@@ -34,10 +34,7 @@ class TowerExplorer(WatchedExplorer):
         "four patches are merged into one token."
     )
     action = "Drag across the blocks: the orange line rises above the gray one. Then choose a different patch."
-    takeaway = (
-        "A patch starts as pixels and ends as a quarter of its token; most patches become more similar to the rest of "
-        "their token."
-    )
+    takeaway = "A patch starts as pixels, its state changes in every block, and it ends as a quarter of its token."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
