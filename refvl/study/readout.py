@@ -75,7 +75,7 @@ class Readout:
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 
-    # torch registers a hook before its `with_kwargs`, and removes it the same way: meanwhile other threads give no kwargs.
+    # torch adds and removes a hook and its `with_kwargs` in two steps: between them, other threads pass no kwargs.
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
             cache = (kwargs or {}).get("past_key_values")
