@@ -74,7 +74,7 @@ class DeepstackExplorer(Explorer):
             "layers": model.language_model.config.num_hidden_layers,
         }  # fmt: skip
         super().__init__(controls, rows, shared=shared, start=(next(iter(questions)), NONE))
-        self.selected = 0
+        self.selected = int(shown[0]["norms"][1:].sum(0).argmax())  # the token to which most is added
 
     def answer(self, asked: Asked, kept: tuple[bool, ...]) -> tuple[str, Tensor]:
         """Return the answer with only the `kept` features, and (V,) probabilities of its first token."""

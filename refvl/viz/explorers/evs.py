@@ -47,11 +47,11 @@ class EvsExplorer(Explorer):
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """Return the first token that is kept because it changed, which is after the first step."""
+        """Return the last token that is kept; after the first step, tokens are kept because they changed."""
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()
-        return h * w + int(later[0]) if len(later) else 0
+        return h * w + int(later[-1]) if len(later) else 0
 
     def _table(self, clips: list[dict[str, Any]], q: float) -> dict[str, Any]:
         self.clips = clips

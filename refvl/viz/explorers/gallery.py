@@ -84,7 +84,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "deepstack": lambda: explore_deepstack(
         small_model("tiny-qwen3_vl"),
         {
-            "an image, its bottom on top": ("What shape is the red object?", bottom_first(SCENE)),
+            "an image, cut and swapped": ("What shape is the red object?", bottom_first(SCENE)),
             "a video": ("Which way does the circle move?", CLIP),
             "an image": ("What color is the circle?", SCENE),
         },

@@ -22,7 +22,7 @@ export default explorer(view => {
   }
   const called = piece => {
     const slices = view.row.sizes.length;
-    return piece === 0 ? "overview" : piece < slices ? `slice ${piece}` : `frame ${piece - slices + 1}`;
+    return piece === 0 ? "overview" : piece < slices ? `slice ${piece - 1}` : `frame ${piece - slices}`;
   };
   const cut = (pen, { of, x, y, w, h }, left, top, width, height) =>
     pen.drawImage(of, x * of.width, y * of.height, w * of.width, h * of.height, left, top, width, height);
