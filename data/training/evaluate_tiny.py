@@ -126,12 +126,12 @@ def kinds_of(family: TinyFamily) -> list[str]:
     kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
     kinds += ["neighbour", NEIGHBOURS_EXCHANGED] if family.reads_neighbours else []
     kinds += ["window", OTHER_WINDOWS] if family.reads_windows else []
+    kinds.append("color, other sizes")
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
     kinds += list(EXCHANGES) if family.packing else []
     kinds += ["place, slices exchanged"] if family.sliced else []
-    kinds += ["color, other sizes", "other spellings", "what is there", "not there"]
-    return [*kinds, "everyday", "everyday, no image"]
+    return [*kinds, "other spellings", "what is there", "not there", "everyday", "everyday, no image"]
 
 
 # ------------------------------------------------------------------------------------------ what is asked
