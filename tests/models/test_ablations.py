@@ -54,12 +54,13 @@ def test_what_is_needed():
     ],
 )
 def test_what_is_needed_is_followed(model, question, zeros, exchanged):
-    """Exchanged: at least 95 % of the answers follow (Qwen3-VL: 80 %). Without: at most a quarter is correct."""
+    """Exchanged: at least 95 % of the answers follow (Qwen3-VL: 80 %). Without: a quarter, or twice chance."""
     rows = {(r["without"], r["question"]): r for r in ROWS if r["model"] == model}
     followed, least = rows[exchanged, question], 0.8 if model == "tiny-qwen3_vl" else 0.95
     assert followed["follow"] >= least * followed["follow_of"] and followed["follow_of"] > 50
     if zeros:
-        assert rows[zeros, question]["right"] <= 0.25 * rows[zeros, question]["n"]
+        left = rows[zeros, question]
+        assert left["right"] <= max(0.25, 2 * left["chance"]) * left["n"]
 
 
 @pytest.mark.parametrize("model", MEASURED["weights_sha256"])
