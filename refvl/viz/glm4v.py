@@ -41,7 +41,7 @@ def plot_position_table(
     """
     values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
     limits = (float(values_P1.min()), float(values_P1.max()))
-    axes = grid_of_axes(ax, len(pictures), 3, figsize=(10.5, 2.9 * len(pictures)))
+    axes = grid_of_axes(ax, len(pictures), 3, figsize=(10.2, 2.7 * len(pictures)))
     for row, (image, (h, w)) in zip(axes, pictures, strict=True):
         _show_cells(row[0], image, (h, w), round(len(table_PE) ** 0.5))
         for panel, mode in zip(row[1:], ("bicubic", "nearest"), strict=True):
