@@ -30,8 +30,10 @@ from explorer_oracles import ORACLES, assert_agree
 from benchmarks.explorers import RECORD, explorer_rows
 from refvl import viz
 from refvl.paths import DATA
+from refvl.positions.timestamps import sample_video_frames
 from refvl.viz.explorers import Control, Explorer, module, page, photo
 from refvl.viz.explorers.gallery import GALLERY
+from refvl.viz.explorers.timeline import WORDS
 
 PAGE = DATA.parent / "docs/explorers.md"
 MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
@@ -297,3 +299,12 @@ def test_viz_needs_no_anywidget_and_says_where_explorers_do():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout.strip() == "explorers need anywidget: pip install 'refvl[notebooks]'", ran.stderr
+
+
+def test_the_words_of_a_timeline_are_its_rules():
+    """Frames of 25 per second, counted by hand from the words: the rates by length, and at most so many in all."""
+    counted = {"glm4v": (24, 200, 600), "glm46v": (72, 200, 400), "glmga": (24, 200, 640)}
+    for name, words in WORDS.items():
+        for seconds, count in zip((12, 100, 400), counted[name], strict=True):
+            sample = sample_video_frames(name, fps=25, total_num_frames=25 * seconds, duration=seconds)
+            assert len(sample.indices) == count, words

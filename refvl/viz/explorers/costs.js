@@ -76,11 +76,15 @@ export default explorer(view => {
   const sides = () => view.options("side"), curve = k => Array.from(view.row.curves.slice(k * sides().length, (k + 1) * sides().length));
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
   const x = size => LEFT + along(size, sides()[0], sides().at(-1), view.fit(1120) - LEFT - RIGHT() - 12);
+  function doubled() {  // what the last doubling of the side costs
+    const [from, to] = [sides().indexOf(sides().at(-1) / 2), sides().length - 1], grows = k => times(curve(k)[to] / curve(k)[from]);
+    return from < 0 ? "" : `. From ${sides()[from]} to ${sides()[to]} px, 4 times as many pixels take ${grows(0)} the operations with windows, and ${grows(2)} with full attention`;
+  }
   const COLORS = ["image", "ink", "video"], NAMES = () => ["windows in every block", `full attention in ${full()} of ${depth}`, "full attention in every block"];
   view.canvas({
     name: () => `operations of the tower against the side of the image: ${NAMES().map((name, k) => `${name}: ${trillion(curve(k)[view.place("side")])}`).join("; ")}`,
     caption: () => `Operations of the whole tower for a square image; drag to resize it. Both axes are logarithmic. At ${side()} px, full attention in every block ` +
-      `takes ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block`,
+      `takes ${times(curve(2)[view.place("side")] / curve(0)[view.place("side")])} as many operations as windows in every block${doubled()}`,
     size: () => [view.fit(1120), TALL()],
     drag(px) {
       const near = sides().reduce((best, size, i) => (Math.abs(x(size) - px) < Math.abs(x(sides()[best]) - px) ? i : best), 0);

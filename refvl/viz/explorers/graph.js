@@ -112,18 +112,21 @@ export default explorer(view => {
   view.canvas({
     name: () => `${view.shared.question} ${view.row.answer}, ${percent(view.row.probability)}`,
     caption: () => "The model's answer with these embeddings, and the probability of its first token",
-    size: () => [view.fit(380), 110],
+    size: () => [view.fit(380), 150],
     draw(pen, width) {
       const changed = view.row.answer !== view.shared.right;
       pen.textBaseline = "top"; pen.fillStyle = view.colors.muted; pen.fillText(view.shared.question, 0, 4, width);
       pen.font = "bold 28px sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "13px sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `incorrect; the correct answer is "${view.shared.right}"` : "correct", 0, 64);
-      pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 64);
-      pen.fillStyle = view.colors.empty; pen.fillRect(0, 84, width, 12);
-      pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
-      pen.fillRect(0, 84, width * view.ease("sure", view.row.probability), 12);
+      const line = (text, share, color, y) => {
+        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(text, 0, y);
+        pen.textAlign = "right"; pen.fillText(percent(share), width, y);
+        pen.fillStyle = view.colors.empty; pen.fillRect(0, y + 18, width, 12);
+        pen.fillStyle = view.colors[color]; pen.fillRect(0, y + 18, width * share, 12);
+      };
+      line(changed ? "incorrect" : "correct", view.ease("sure", view.row.probability), changed ? "highlight" : "kept", 64);
+      if (stale() >= 0) line(`every buffer refilled: "${view.shared.right}"`, view.shared.sure, "kept", 108);
     },
   });
 

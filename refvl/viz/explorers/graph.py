@@ -59,7 +59,7 @@ class GraphExplorer(Explorer):
             "before": photo(self.first.media[0], side=160),
             "image": photo(self.run.media[0], side=160),
         }
-        said = {"question": question, "right": rows[0]["answer"]}
+        said = {"question": question, "right": rows[0]["answer"], "sure": rows[0]["probability"]}
         constant = [name for name in self.captured.buffers if name not in differing]  # the same for every image
         shared = said | {"photos": photos} | describe_recording(self.captured, encoder, [*differing, *constant])
         controls = [Control("stale", "buffer not refilled", [NONE, *differing])]

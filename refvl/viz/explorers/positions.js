@@ -30,8 +30,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `The prompt runs from left to right, and the positions of its ${count()} tokens run upward. Faded: not yet read. The next token, ` +
-      `number ${count()}, is text at position ${count() + view.row.delta}: delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}. Tokens, positions, rows and columns are counted from 0` +
+    caption: () => `The prompt runs from left to right, and the positions of its ${count()} tokens run upward. Faded: not yet read. Tokens, positions, rows and columns are counted from 0` +
+      (view.item >= 0 && view.item < count() - 1 ? "" : `. The next token, number ${count()}, is text at position ${count() + view.row.delta}: delta is ${count() + view.row.delta} - ${count()} = ${view.row.delta}`) +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT()],
     at: px => Math.floor((px - LEFT) * count() / (WIDTH() - LEFT)),

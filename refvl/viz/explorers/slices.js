@@ -7,6 +7,7 @@ export default explorer(view => {
   const { photo, question, queries } = view.shared;
   const shape = () => view.row.size;
   const large = () => fitted(shape(), W()), small = limit => fitted(shape(), limit);
+  const squares = () => fitted(view.row.crops.window ? view.row.crops.canvas : shape(), W());  // stretched as Step3-VL does
   const fitted = ([w, h], limit) => [w * limit / Math.max(w, h), h * limit / Math.max(w, h)];
 
   // Items: the queries, then MiniCPM-V's parts of the image, then Step3-VL's; part 0 is the overview
@@ -91,9 +92,9 @@ export default explorer(view => {
       const { grid, window, canvas } = view.row.crops;
       return window ? `${grid[1]} x ${grid[0]} squares of ${window} px, cut from ${canvas.join(" x ")} px` : "No crops: the overview shows the whole photo";
     },
-    size: large,
+    size: squares,
     at(x, y) {
-      const { grid, window, canvas } = view.row.crops, [w, h] = large();
+      const { grid, window, canvas } = view.row.crops, [w, h] = squares();
       return item(1, grid[0] ? inside([grid[1], grid[0]], [w * window / canvas[0], h * window / canvas[1]])(x, y) : 0);
     },
     draw(pen, width, height) {
@@ -164,9 +165,10 @@ export default explorer(view => {
     },
   });
 
+  if (queries) view.column("What one query reads");
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each query produces one token per slice; choose a query. Right: the model's answer`,
+    caption: () => `Left: the ${queries} queries of a small MiniCPM-V. Each produces one token per slice; choose one. Right: the model's answer`,
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),

@@ -38,7 +38,11 @@ export default explorer(view => {
         const top = FILM + line * LINE();
         pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.font = "14px sans-serif"; pen.fillText(`${rule} keeps `, 0, top);
         const after = pen.measureText(`${rule} keeps `).width, kept = new Set(sampled()[line].indices).size;
-        pen.font = "bold 14px sans-serif"; pen.fillText(`${kept} frame${kept === 1 ? "" : "s"}`, after, top);
+        const number = `${kept} frame${kept === 1 ? "" : "s"}`, words = `: ${view.shared.words[line]}`;
+        pen.font = "bold 14px sans-serif"; pen.fillText(number, after, top);
+        const end = after + pen.measureText(number).width;
+        pen.font = "14px sans-serif"; pen.fillStyle = view.colors.muted;
+        if (end + pen.measureText(words).width <= width) pen.fillText(words, end, top);
         pen.font = "12px sans-serif"; pen.textAlign = "center";
         let free = -Infinity;  // where the next timestamp has room
         for (let i = 0; i < steps(line); i++) {

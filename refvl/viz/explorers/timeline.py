@@ -10,6 +10,11 @@ from refvl.viz.glm4v import RELEASES, plot_timelines
 
 SECONDS = (0.2, 0.6, 1, 2, 3, 5, 8, 16, 24, 30, 31, 60, 120, 240, 300, 301, 400)  # rules change at 30 and at 300
 RATES = (1, 4, 10, 25, 30, 60)  # frames per second
+WORDS = {
+    "glm4v": "2 per second; from a video longer than 300 s, 600 in all",
+    "glm46v": "6 per second up to 30 s, 2 up to 300 s, then 1; at most 640 in all",
+    "glmga": "2 per second, at most 640 in all",
+}
 
 
 class TimelineExplorer(Explorer):
@@ -33,7 +38,7 @@ class TimelineExplorer(Explorer):
             Control("fps", "frames per second", rates),
             Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
-        shared = {"rules": [RELEASES[name] for name in VARIANTS]}
+        shared = {"rules": [RELEASES[name] for name in VARIANTS], "words": [WORDS[name] for name in VARIANTS]}
         super().__init__(
             controls, [self._row(*state) for state in states], shared=shared, states=states, start=(fps, duration)
         )
