@@ -109,6 +109,7 @@ class Recipe:
     prune_up_to: float = 0.6  # every second step prunes its videos by EVS at random rates below this one
     photos: int = 6  # crops of photographs, every fourth step after seeing; the video every eighth step
     photo_weight: float = 0.3
+    few: float = 0.0  # the share of resized batches that have the fewest tokens, apart from the others
     seed: int = 0
     measure_every: int = 150
     measure_on: int = 256  # held-out scenes
@@ -560,6 +561,8 @@ class Trainer(run.Trainer):
         if resized:
             groups = sizes_of_cells(family, pixels.shape[1])
             group = groups[int(rng.integers(len(groups)))]  # every number of rows and columns is equally frequent
+            if self.recipe.few and rng.random() < self.recipe.few:
+                group = min(groups, key=lambda sizes: min(map(math.prod, sizes)))
             size = group[int(rng.integers(len(group)))]
             pixels = resize(resize(pixels, size), family.target_size(*size, pixels.shape[1]))
         if (cells := family.cells(pixels.shape)) != (3, 3):
