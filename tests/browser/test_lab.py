@@ -34,12 +34,16 @@ FAILED, STDERR = (
 
 
 def run_all(page) -> None:
-    """Run > Run All Cells in a notebook not yet run, and wait until every cell has its number, or one has failed."""
+    """Run > Run All Cells in a notebook not yet run, and wait until every cell has its number, or one has failed.
+
+    A folded cell has a placeholder without a number.
+    """
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     assert page.locator(".jp-Dialog").all_inner_texts() == []
     page.wait_for_function(
-        """failed => { const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
+        """failed => { const shown = '.jp-CodeCell .jp-InputPrompt:not(.jp-Placeholder-prompt)';
+                       const prompts = [...document.querySelectorAll(shown)];
                        return document.querySelector(failed)
                          || prompts.length && prompts.every(p => /\\[\\d+\\]/.test(p.textContent)); }""",
         arg=FAILED, timeout=10 * MINUTES,
