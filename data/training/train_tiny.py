@@ -52,7 +52,8 @@ A model reads an input only if nothing else contains the same information:
    mirrored or transposed instead of exchanged. Every number of rows and columns is equally frequent: with evenly drawn
    sizes, 65 % of the colours at 168 x 84 px were correct after 2,000 steps; with these, 92 % after 1,000 more.
    In the last part of MiniCPM-V 4.7's training, half of the resized batches have four slices (`few`): 98 % instead of
-   93 % at 56 px. GLM's budget first left 168 x 84 px 5 x 2 tokens, and 92 to 94 % whatever the training; with 6 x 3, 100 %.
+   93 % at 56 px. GLM's budget first left 168 x 84 px 5 x 2 tokens, and 92 to 94 % whatever the training; with 6 x 3,
+   100 %.
 11. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
     exist.
 """
