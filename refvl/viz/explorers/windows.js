@@ -3,7 +3,7 @@ import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const W = () => (view.big && view.shared.windowed ? Math.min(640, view.fit(1120) - 24 - side()) : view.fit(440));
-  const BAND = 160, NAMED = 12, side = () => (view.big ? 330 : 260);
+  const BAND = 160, AXIS = 30, side = () => (view.big ? 330 : 260), mask = () => side() - AXIS;
   const grid = () => view.row.grid;
   const cell = () => W() / Math.max(...grid());
   const tokens = () => view.row.window_index.length;
@@ -130,22 +130,24 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "which token attends to which, in window order",
-    caption: () => "Which token attends to which, in window order: a token attends only to the tokens of its own square." + (windows() <= NAMED ? " The numbers are those in cu_seqlens: the patch at which each square begins, and the end" : " The squares begin at the numbers in cu_seqlens"),
-    size: () => [side(), side()],
-    at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),
+    caption: () => "Which token attends to which, in window order: a token attends only to the tokens of its own square. The numbers are those in cu_seqlens: the patch at which a square begins",
+    size: () => [side(), mask()],
+    at: (x, y) => view.row.window_index[Math.floor((y / mask()) * tokens())] * block(),
     draw(pen, width, height) {
-      const edges = borders(), step = width / tokens();
-      pen.fillStyle = view.colors.empty; pen.fillRect(0, 0, width, height);
+      const edges = borders(), step = height / tokens();
+      pen.fillStyle = view.colors.muted; pen.textAlign = "right"; pen.textBaseline = "middle";
+      let free = 0;  // where the next number has room
+      view.row.cu_window_seqlens.forEach((n, k) => {
+        const y = Math.min(height - 6, Math.max(6, edges[k] * step));
+        if (y < free) return;
+        pen.fillText(n, AXIS - 4, y); free = y + 12;
+      });
+      pen.translate(AXIS, 0);
+      pen.fillStyle = view.colors.empty; pen.fillRect(0, 0, height, height);
       for (let k = 0; k < windows(); k++) {
         pen.fillStyle = color(k);
         pen.fillRect(edges[k] * step, edges[k] * step, (edges[k + 1] - edges[k]) * step, (edges[k + 1] - edges[k]) * step);
       }
-      pen.fillStyle = view.colors.ink; pen.textBaseline = "top";
-      if (windows() <= NAMED) view.row.cu_window_seqlens.forEach((n, k) => {  // beside the corner, where the mask is empty
-        const at = edges[k] * step, y = k < windows() ? at + 2 : at - 14;
-        pen.textAlign = at < width / 2 ? "left" : "right";
-        pen.fillText(n, at < width / 2 ? edges[k + 1] * step + 4 : edges[Math.min(k, windows() - 1)] * step - 4, y);
-      });
       if (token() < 0) return;
       const k = window(token());
       pen.fillStyle = view.colors.highlight;
