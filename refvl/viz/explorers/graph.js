@@ -123,9 +123,9 @@ export default explorer(view => {
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.fillText(text, 0, y);
         pen.textAlign = "right"; pen.fillText(percent(share), width, y);
         pen.fillStyle = view.colors.empty; pen.fillRect(0, y + 18, width, 12);
-        pen.fillStyle = view.colors[color]; pen.fillRect(0, y + 18, width * share, 12);
+        pen.fillStyle = view.colors[color]; pen.fillRect(0, y + 18, width * view.ease(`bar ${y}`, share), 12);
       };
-      line(changed ? "incorrect" : "correct", view.ease("sure", view.row.probability), changed ? "highlight" : "kept", 64);
+      line(changed ? "incorrect" : "correct", view.row.probability, changed ? "highlight" : "kept", 64);
       if (stale() >= 0) line(`every buffer refilled: "${view.shared.right}"`, view.shared.sure, "kept", 108);
     },
   });
