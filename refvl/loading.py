@@ -28,7 +28,6 @@ from refvl.serving.media_cache import CachedVLM, MediaCache
 from refvl.serving.model import VLM
 from refvl.serving.options import check_runnable
 from refvl.serving.provenance import sources
-from refvl.serving.tower import NoText
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
@@ -36,6 +35,18 @@ PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the tex
     "distributed_config", "quantization_config",
 )  # fmt: skip
 MODEL_KWARGS = ("attn_implementation", "experts_implementation", *PLACEMENT)
+
+
+class NoText:
+    """The value of `model.language_model` if there is none: it is falsy, and reading an attribute raises ValueError."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` and `pickle` look up these methods
+            raise AttributeError(name)
+        raise ValueError("text: the model was loaded without its language model; load it with text=True")
 
 
 def load(
@@ -72,7 +83,7 @@ def load(
     weights: "checkpoint", or "random" to build the full-size model from a config alone (a folder, a JSON file, a dict).
     On device "meta", no memory is needed.
     text: False omits the language model. Then only the vision tower's weights are read or downloaded, and only
-    `encode` and `feature_map` can run (`refvl.serving.tower`).
+    `encode` and `feature_map` can run (`refvl.serving.features`).
     graphs: True captures the encoder in graphs at load time (CUDA graphs, or the trace backend on other devices); a
     dict sets the options of `EncoderGraphManager`.
     media_cache: a `MediaCache` (`refvl.serving.media_cache`), or the number of tokens whose embeddings are cached;

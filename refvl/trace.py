@@ -26,6 +26,8 @@ class Record:
     patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # the encoder's plans, one per forward or replay
     graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty if the encoder ran eagerly
+    cached: list[bool] = field(default_factory=list)  # with a media cache: whether each item was cached
+    seconds_saved: float = 0.0  # the time that it took to encode the cached items
     embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None if the item was not pruned
     spans: list = field(default_factory=list)  # each item's spans in the full prompt, one span per run
@@ -37,6 +39,8 @@ class Record:
     deepstack: Tensor = LATER  # (L, W - D), zeros for text: k layers' features, added to hidden states
     positions: Tensor = LATER  # (3, L)
     delta: int = 0  # the position of decode step k is L + k + delta
+    cache: Any = None  # keys and values of the prompt except its last token, kept until `generate` continues from them
+    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
     token_ids: list[int] = field(default_factory=list)  # the generated ids
     passes: list[int] = field(default_factory=list)  # the tokens of each forward: 1, plus the accepted drafts
     text: str = ""

@@ -10,7 +10,7 @@ from refvl.checks import check_flag, check_positive_int
 from refvl.pipeline import Request
 from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, draft_option, option
-from refvl.study.report import Trace
+from refvl.trace import Record
 
 BATCH_TOKENS = 2**14  # the maximum number of tokens in a batch, including padding and answers
 
@@ -69,12 +69,12 @@ def answer_each(
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
-    waiting, limits = list[Trace | Exception](), list[int]()
+    waiting, limits = list[Record | Exception](), list[int]()
     same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beam search may depend on the limit
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
-        longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Trace)], default=0)
+        longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Record)], default=0)
         together = (len(waiting) + 1) * (longest + max([limit, *limits]))
         if waiting and (alone or together > batch_tokens or (same_limit and {limit} != set(limits))):
             yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
@@ -84,7 +84,7 @@ def answer_each(
     yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
 
 
-def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
+def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Record | Exception, int]:
     """Return a request's trace (only the fields that `answers` reads) or its error, and its token limit."""
     if isinstance(request, Exception):
         return request, 1
@@ -96,16 +96,16 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
     except Exception as error:  # a decoder may raise errors of any kind, and memory may run out
         clear_frames(error.__traceback__)
         return error, 1
-    ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
+    ready = Record(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
     ready.deepstack = trace.deepstack
     return ready, limit
 
 
 def _answers_or_errors(
-    model: Any, made: list[Trace | Exception], limits: list[int], **generate_kwargs
+    model: Any, made: list[Record | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
     """Yield an answer, cut at its own limit, for every trace; if a batch fails, its requests are retried one by one."""
-    traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
+    traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Record)}
     answers = dict[int, str]()
     try:
         if traces:
@@ -126,7 +126,7 @@ def _answers_or_errors(
             yield from _answers_or_errors(model, [trace], [limits[i]], **generate_kwargs)
 
 
-def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
+def answers(model: Any, traces: Sequence[Record], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
     """Answer prepared prompts by decoding them together. A caller may change a trace's positions beforehand.
 
     Only the input_ids, inputs_embeds, deepstack and positions of each trace are used.

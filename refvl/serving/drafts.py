@@ -14,10 +14,10 @@ from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
 from refvl.serving.long_prompts import prefill, read_in_chunks
 from refvl.serving.options import copies_wanted, draft_option
-from refvl.study.report import Trace
+from refvl.trace import Record
 
 
-def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Trace, dict]:
+def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Record, dict]:
     """Read a prompt, in chunks if requested; return its trace, and `options` with the caches of model and assistant.
 
     Raises ValueError if the assistant tokenises the prompt differently.
@@ -39,7 +39,7 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
     return trace, with_cache(model.language_model, [trace], options)
 
 
-def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
+def with_cache(language_model: CausalTextModel, traces: Sequence[Record], options: dict) -> dict:
     """Add `past_key_values` to `options` if the prompt was read in chunks or the answer uses drafts.
 
     Drafts need the cache, because transformers would otherwise fall back on the ids, in which media are placeholders.
@@ -59,7 +59,7 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
     return options | {"past_key_values": cache}
 
 
-def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
+def _prefilled(language_model: CausalTextModel, trace: Record) -> Cache:
     """Return the keys and values of all tokens except the last, computed in one forward pass."""
     cache = language_model.cache_class(config=language_model.config)
     embeds = trace.inputs_embeds[None, :-1]

@@ -26,10 +26,10 @@ from refvl.merge import MediaTokens, find_media_spans
 from refvl.pipeline import Request, check_width
 from refvl.positions import restrict_positions
 from refvl.serving.options import check_runnable
-from refvl.study.report import Trace
+from refvl.trace import Record
 
 
-def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
+def read_in_chunks(model: Any, chunk: int, request: Request) -> Record:
     """Run every stage up to the last token of the prompt, `chunk` tokens at a time."""
     q, pruning = request.pruning_rate, request.pruning
     check_runnable(model)
@@ -59,7 +59,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
 
 
 def _encode_pieces(
-    model: Any, trace: Trace, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
+    model: Any, trace: Record, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield (rows, mask of kept rows) for an item's pieces, each encoded on demand; a pruned item is one piece."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)
@@ -127,7 +127,7 @@ class MediumRows:
 
 @torch.inference_mode()
 def prefill_in_chunks(
-    trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
+    trace: Record, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
 ) -> Cache:
     """Return the keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 

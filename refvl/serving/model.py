@@ -5,7 +5,7 @@ long_prompts.py   prefill_chunk: prefill a prompt N tokens at a time
 drafts.py         drafted tokens, several of which are checked at once
 batches.py        chat_batch: many requests, decoded together
 tensors.py        `generate`, called on tensors as in transformers
-tower.py          feature_map: an image as a grid of features
+features.py       feature_map: an image as a grid of features
 
 `refvl.study.watch` adds `trace`: the same run with the result of every stage kept.
 """
@@ -18,26 +18,33 @@ from transformers import StoppingCriteriaList
 from refvl import pipeline
 from refvl.checks import check_positive_int
 from refvl.pipeline import Request
-from refvl.serving import batches, tensors, tower
+from refvl.serving import batches, features, tensors
 from refvl.serving.drafts import read_ahead
 from refvl.serving.options import NOT_ON_META, USUAL, Wanted, check_unusual, is_static
 from refvl.serving.streaming import FanOut, of_a_thread, stream_text
-from refvl.study import watch
-from refvl.study.costs import overview
-from refvl.study.report import Trace
+from refvl.trace import Record
 
 
 class VLM(pipeline.VLM):
     """The path of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
-    record: ClassVar = Trace
     provenance: Sequence = ()  # the `Source`s, i.e. the files that determine the model; empty for a config alone
     media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
     adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
-    feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy reads it too early
-    trace, __repr__ = watch.trace, overview
+    feature_map: ClassVar[Callable] = features.feature_map  # type: ignore[has-type]  # mypy reads it too early
+
+    def trace(self, prompt: str | Sequence[dict], **request) -> Any:
+        """Answer like `chat`, and return the result of every stage (`refvl.study.watch.trace`)."""
+        from refvl.study import watch
+
+        return watch.trace(self, prompt, **request)
+
+    def __repr__(self) -> str:
+        from refvl.study.costs import overview
+
+        return overview(self)
 
     def chat(
         self,
@@ -93,14 +100,14 @@ class VLM(pipeline.VLM):
             return Wanted()
         return check_unusual(self, method, options, stream)
 
-    def answer_with_beams(self, trace: Trace, max_new_tokens: int, **options) -> None:
+    def answer_with_beams(self, trace: Record, max_new_tokens: int, **options) -> None:
         """Answer like `answer`, but time it as one stage, because transformers does not call a streamer for beams."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()
         trace.text = self.processor.text(trace.token_ids)
 
-    def _stream(self, trace: Trace, max_new_tokens: int, options: dict) -> Iterator[str]:
+    def _stream(self, trace: Record, max_new_tokens: int, options: dict) -> Iterator[str]:
         listener = options.pop("streamer", None)
         criteria = options.pop("stopping_criteria", None) or ()
         options = (of_a_thread() if is_static(self.language_model, options) else {}) | options

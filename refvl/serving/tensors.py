@@ -12,7 +12,7 @@ from refvl.checks import check_pixel_rows, check_shape, check_values
 from refvl.merge import MediaTokens
 from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, check_runnable, option
-from refvl.study.report import Trace
+from refvl.trace import Record
 
 
 @torch.inference_mode()
@@ -86,7 +86,7 @@ def _items(
         rows = [model.encoder.item_size(layout)[0] for layout in layouts]
         shape = ((f"patches of {layouts_name}", sum(rows)), "values")
         _check_finite(check_pixel_rows(pixel_values, shape, model.device, pixels_name), pixels_name)
-        encoded = Trace()
+        encoded = Record()
         model.encode_rows(encoded, pixel_values.split(rows), layouts)
         embeds = encoded.embeds
     else:
@@ -118,11 +118,11 @@ def _check_finite(tensor: Tensor, name: str) -> Tensor:
 
 def _prompts(
     model: Any, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
-) -> list[Trace]:
+) -> list[Record]:
     """Return each prompt of a batch, merged and positioned; media are assigned in order of their placeholders."""
-    queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
+    queues, traces = {"image": iter(images), "video": iter(videos)}, list[Record]()
     for ids, mask in zip(input_ids, attention_mask, strict=True):
-        trace = Trace()
+        trace = Record()
         items = [item for kind in queues for item in _take(model, kind, queues[kind], ids[mask])]
         trace.embeds = [embeds for _, embeds in items]
         trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]

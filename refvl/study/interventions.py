@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from refvl.pixels.patches import Patches
 from refvl.positions import mrope_delta
-from refvl.study.readout import share_weights
+from refvl.serving.features import share_weights
 from refvl.study.report import Trace
 
 RESULTS = {  # stage -> the field of the trace that it fills

@@ -1,28 +1,17 @@
 """Data about an answer: the last prompt token's states, the first logits, and the margins of new tokens.
 
-    share_weights   a copy of a module with the same weights
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
     margins         the best logit minus the second best, for each new token
 
 Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 """
 
-import copy
-import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def share_weights(module: Module) -> Module:
-    """Copy a module with its own submodules, hooks and configs, but with shared tensors."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def margins(logits: Tensor) -> Tensor:

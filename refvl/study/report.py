@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,6 @@ class Trace(Record):
     run.
     """
 
-    cache: Any = None  # keys and values of the prompt except its last token, kept until `generate` continues from them
-    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
-    cached: list[bool] = field(default_factory=list)  # with a media cache: whether each item was cached
-    seconds_saved: float = 0.0  # the time that it took to encode the cached items
     largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in it or its layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
     first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refvl.study.readout import Readout, share_weights
+from refvl.serving.features import share_weights
+from refvl.study.readout import Readout
 
 LEFT = 1e-3  # a cause may leave this share of a difference unexplained
 FACTORS = (0.125, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 100.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from refvl.positions.rotary import block_positions
-from refvl.study.readout import share_weights
+from refvl.serving.features import share_weights
 from refvl.study.text_causes import EPSILONS, HALVES, LEFT, compute_norms_in, norms_of, set_epsilon, word
 
 Attempt = tuple[Any, Tensor, Any]  # (tower, rows, plan)

@@ -33,8 +33,9 @@ from refvl.checks import check_flag
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
 from refvl.serving.drafts import read_ahead
+from refvl.serving.features import first_rows, in_patch_order, keep_output, share_weights
 from refvl.study.interventions import with_replacements
-from refvl.study.readout import Readout, share_weights
+from refvl.study.readout import Readout
 from refvl.study.report import FLOAT16_LIMIT, Trace
 
 
@@ -153,30 +154,12 @@ def _watch_segments(kept: list[list[Tensor]], block: nn.Module, args: tuple) -> 
     return tuple(_WatchedSegments(arg, kept) if isinstance(arg, Segments) else arg for arg in args)
 
 
-def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
-    """Append the output of a block to `states`; with `states` bound, this is a forward hook."""
-    states.append(output)
-
-
 def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAttention]:
     segments = list[SegmentAttention]()
     for weights, places in zip(runs, rows, strict=True):
         lengths = [w.shape[-1] for w in weights]
-        segments += map(SegmentAttention, _firsts(places, lengths).split(lengths), weights)
+        segments += map(SegmentAttention, first_rows(places, lengths).split(lengths), weights)
     return segments
-
-
-def _firsts(places: Tensor, lengths: list[int]) -> Tensor:
-    """Return the patch row at each position of a block; after a fold, a window is named by its first patch."""
-    return places[:: len(places) // sum(lengths)]
-
-
-def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), with windows by first patch."""
-    state = torch.cat(runs)
-    places = torch.cat([_firsts(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
-    is_patch = places >= 0
-    return state[is_patch][places[is_patch].argsort()]
 
 
 def _square(steps: Sequence[Tensor]) -> Tensor:
@@ -290,6 +273,8 @@ def trace(
     outside [0, 1), for a prompt longer than the context, and for options of `generate` that do not exist or do not lead
     to one answer in text.
     """
+    model = copy.copy(model)  # the copy shares all parts
+    model.record = Trace
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {
         "attentions": check_flag(attentions, "attentions"),

@@ -25,10 +25,10 @@ from transformers import AutoModelForImageTextToText
 
 import refvl
 from refvl import checkpoints
+from refvl.loading import NoText
 from refvl.paths import DATA
 from refvl.pixels.crops import cut_loaded, prepare_pixels
 from refvl.serving.images import is_video
-from refvl.serving.tower import NoText
 
 RANDOM = np.random.default_rng(0)
 PICTURE = Image.fromarray(RANDOM.integers(0, 256, (112, 168, 3), dtype=np.uint8))

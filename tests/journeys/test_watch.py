@@ -22,8 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
 
 import refvl
+from refvl.serving.features import share_weights
 from refvl.study.report import Trace
-from refvl.study.watch import TowerWatch, share_weights
+from refvl.study.watch import TowerWatch
 
 RANDOM = np.random.default_rng(0)
 WIDE = RANDOM.integers(0, 256, (84, 196, 3), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The vision tower alone, `refvl.load(folder, text=False)`, and images as grids of features.
+"""Images as grids of features.
 
     feature_map(image)                 (t, h, w, D)    the embeddings, each at its token's location in the image
     feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
@@ -10,36 +10,26 @@ Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all c
 tower's.
 """
 
+import copy
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
+from refvl.arguments import is_grid
 from refvl.encoders.tower import send_rows
 from refvl.pixels.crops import CropLayout, plan_cuts
 from refvl.pixels.patches import Patches
 from refvl.serving.images import is_video
-from refvl.study.comparison import is_grid
-from refvl.study.watch import in_patch_order, keep_output, share_weights
 
 Box = tuple[float, float, float, float]  # (left, top, right, bottom) in pixels of the image
 Size = tuple[int, int, int]  # (t, h, w)
-
-
-class NoText:
-    """The value of `model.language_model` if there is none: it is falsy, and reading an attribute raises ValueError."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `copy` and `pickle` look up these methods
-            raise AttributeError(name)
-        raise ValueError("text: the model was loaded without its language model; load it with text=True")
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Cut(NamedTuple):
@@ -121,6 +111,30 @@ def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[
     watched(send_rows([patches.rows], watched), metadata=metadata)
     places = watched.block_rows(metadata)
     return [in_patch_order(kept[i], places) for i in blocks]
+
+
+def share_weights(module: Module) -> Module:
+    """Copy a module with its own submodules, hooks and configs, but with shared tensors."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
+    """Append the output of a block to `states`; with `states` bound, this is a forward hook."""
+    states.append(output)
+
+
+def first_rows(places: Tensor, lengths: list[int]) -> Tensor:
+    """Return the patch row at each position of a block; after a fold, a window is named by its first patch."""
+    return places[:: len(places) // sum(lengths)]
+
+
+def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), with windows by first patch."""
+    state = torch.cat(runs)
+    places = torch.cat([first_rows(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
+    is_patch = places >= 0
+    return state[is_patch][places[is_patch].argsort()]
 
 
 def _in_reading_order(x_NE: Tensor, cut: Cut, m: int) -> Tensor:
