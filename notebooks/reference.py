@@ -36,7 +36,6 @@ HOME = {  # the file of a definition: its test, its notebook
     "encoders/glm4v.py": ("encoders/test_grid_towers.py", "06"),
     "encoders/glm_ocr.py": ("encoders/test_grid_towers.py", "06"),
     "encoders/minicpmv.py": ("encoders/test_minicpmv_encoder.py", "07"),
-    "encoders/kimi_k25.py": ("journeys/test_kimi_generate.py", "10"),
     "encoders/minicpmv4_6.py": ("journeys/test_folded_generate.py", "07"),
     "encoders/navit_siglip.py": ("encoders/test_navit_siglip.py", "07"),
     "encoders/siglip_vit.py": ("encoders/test_siglip_vit.py", "07"),

@@ -17,8 +17,6 @@ from refvl.checkpoints import check_sizes, iterate_weights, weight_headers
 from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
-from refvl.language.kimi_k25 import VISION as KIMI_VISION
-from refvl.language.kimi_k25 import KimiK25TextModel
 from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
 from refvl.language.minicpmv4_6 import VISION as FOLDED_VISION
 from refvl.language.minicpmv4_6 import MiniCPMV4_6TextModel, MiniCPMV4_7TextModel
@@ -28,7 +26,7 @@ from refvl.language.qwen3_vl import Qwen3VLTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
 from refvl.language.step_vl import VISION, Step37TextModel, StepVLTextModel
 from refvl.positions.canvas import CanvasMarks
-from refvl.processors import glm4v, kimi_k25, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
+from refvl.processors import glm4v, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.tokenizers import TOKENIZER_FILES
 
 CAPABILITIES = {  # optional capability of a family -> the argument that requests it
@@ -113,8 +111,6 @@ FAMILIES = (
            FOLDED_VISION, MiniCPMV4_6TextModel, cannot=NO_PLACES),
     Family("MiniCPM-V 4.7", ("minicpmv4_7",), encoders.MiniCPMV4_7Encoder, minicpmv4_6.MiniCPMV4_7Processor,
            FOLDED_VISION, MiniCPMV4_7TextModel, cannot=NO_PLACES),
-    Family("Kimi K2.5, Kimi K2.6", ("kimi_k25",), encoders.KimiK25Encoder, kimi_k25.KimiK25Processor, KIMI_VISION,
-           KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # GLM-4.5V and GLM-4.6V share a model_type; the class name in a folder's files distinguishes them

@@ -13,7 +13,6 @@ from checkpoint_factory import (
     make_checkpoint,
     make_folded_checkpoint,
     make_glm_checkpoint,
-    make_kimi_checkpoint,
     make_qwen3_checkpoint,
     make_step3_checkpoint,
     make_step_vl_checkpoint,
@@ -37,20 +36,19 @@ MORE: dict[str, Callable[..., Path]] = {  # families that differ from those abov
     for name in ("glm46v", "glmga")
 }
 # whether this transformers has the oracles of the families that came with 5.23
-HAS_5_23 = all(name in CONFIG_MAPPING for name in ("step3p7", "minicpmv4_7", "kimi_k25"))
+HAS_5_23 = all(name in CONFIG_MAPPING for name in ("step3p7", "minicpmv4_7"))
 NEEDS_5_23 = pytest.mark.skipif(not HAS_5_23, reason="transformers before 5.23 lacks the oracle")
 NEWER: dict[str, Callable[..., Path]] = {
     "Step3-VL-10B": partial(make_step_vl_checkpoint, model_type="step_robotics"),
     "Step-3.7": partial(make_step_vl_checkpoint, model_type="step3p7"),
     "MiniCPM-V 4.6": partial(make_folded_checkpoint, model_type="minicpmv4_6"),
     "MiniCPM-V 4.7": partial(make_folded_checkpoint, model_type="minicpmv4_7"),
-    "Kimi K2.5": make_kimi_checkpoint,
 }
 if HAS_5_23:
     MAKERS |= NEWER | {"MiniCPM-V 4.6, 4x": partial(make_folded_checkpoint, model_type="minicpmv4_6", mode="4x")}
 # one for each row of `refvl.families.FAMILIES`, in their order
 RANDOM = ["Qwen2.5-VL", "qwen3_vl", "qwen3_5", "GLM-4.1V", "GLM-4.6V", *MORE, "GLM-OCR", "Step3-VL"]
-RANDOM += ["Step3-VL-10B", "Step-3.7", *(f"MiniCPM-V {version}" for version in (*VERSIONS, "4.6", "4.7")), "Kimi K2.5"]
+RANDOM += ["Step3-VL-10B", "Step-3.7", *(f"MiniCPM-V {version}" for version in (*VERSIONS, "4.6", "4.7"))]
 RANDOM = [name for name in RANDOM if HAS_5_23 or name not in NEWER]
 WITH_PATHS = ("Step3-VL", "Step3-VL-10B", "Step-3.7")  # graphs of crops and overviews
 WITHOUT_VIDEOS = ("MiniCPM-V 2.0", "MiniCPM-V 2.5", *WITH_PATHS)

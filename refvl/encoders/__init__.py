@@ -5,7 +5,6 @@ The encoders do not depend on prompts.
 
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
-from refvl.encoders.kimi_k25 import KimiK25Encoder, KimiK25VisionConfig
 from refvl.encoders.minicpmv import (
     MiniCPMV2_0Encoder,
     MiniCPMV2_5Encoder,
@@ -37,7 +36,6 @@ from refvl.pixels.slices import SliceGroup
 
 __all__ = [
     "Glm4vVisionConfig", "Glm4vVisionTransformer", "GlmOcrVisionConfig", "GlmOcrVisionTransformer",
-    "KimiK25Encoder", "KimiK25VisionConfig",
     "MiniCPMV2_0Encoder", "MiniCPMV2_5Encoder", "MiniCPMV2_6Encoder", "MiniCPMV4_0Encoder", "MiniCPMV4_5Encoder",
     "MiniCPMV4_6Encoder", "MiniCPMV4_6VisionConfig", "MiniCPMV4_7Encoder",
     "MiniCPMVEncoderConfig", "NaVitSiglip", "NaVitSiglipConfig", "Qwen2_5_VisionConfig", "Qwen2_5_VisionTransformer",

@@ -136,17 +136,12 @@ class StepVLEncoder(Step3VisionEncoder):
         return name
 
 
-def pair_halves(
-    weights: Iterable[tuple[str, Tensor]], heads: int, K: int, fused: str = ".attn.in_proj_"
-) -> Iterator[tuple[str, Tensor]]:
-    """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1).
-
-    fused: the substring that identifies these tensors by name in the released file.
-    """
+def pair_halves(weights: Iterable[tuple[str, Tensor]], heads: int, K: int) -> Iterator[tuple[str, Tensor]]:
+    """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1)."""
     order = torch.arange(3 * heads * K).view(3, heads, K)
     order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
     for name, tensor in named_tensors(weights):
-        is_released = fused in name and isinstance(tensor, Tensor) and tensor.shape[:1] == (order.numel(),)
+        is_released = ".attn.in_proj_" in name and isinstance(tensor, Tensor) and tensor.shape[:1] == (order.numel(),)
         yield name, tensor[order.flatten()] if is_released else tensor
 
 

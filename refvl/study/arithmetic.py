@@ -39,6 +39,5 @@ def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int
         by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # they sum the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # query-key plus value
-    pairs = 2 * (tokens - cached) * tokens * text.num_attention_heads * key_value * text.num_hidden_layers
+    pairs = 4 * (tokens - cached) * tokens * text.num_attention_heads * head_dim * text.num_hidden_layers
     return 2 * (tokens - cached) * weights + pairs

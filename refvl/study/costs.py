@@ -155,12 +155,7 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` covers linear attention.
-
-    Latent attention (as in DeepSeek-V3) stores the vector from which the keys and values of all heads are computed.
-    """
-    if latent := getattr(text_config, "kv_lora_rank", None):
-        return text_config.num_hidden_layers * (latent + text_config.qk_rope_head_dim) * dtype.itemsize
+    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` covers linear attention."""
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)

@@ -20,8 +20,6 @@ from towers import CLASSES, random_rows, randomize, run_theirs, same_weights, tr
 from transformers import CONFIG_MAPPING
 
 from refvl.encoders import (
-    KimiK25Encoder,
-    KimiK25VisionConfig,
     MiniCPMV4_6Encoder,
     MiniCPMV4_6VisionConfig,
     SliceGroup,
@@ -238,61 +236,6 @@ def folded_case(mode: str) -> Case:
     )
 
 
-def raster(rows: Tensor, grids) -> list[Tensor]:
-    """(t * h * w, C, P, P) of each grid, patches in reading order instead of merge blocks of 2 x 2."""
-    parts = rows.split([t * h * w for t, h, w in grids])
-    blocks = [part.view(t, h // 2, w // 2, 2, 2, -1) for part, (t, h, w) in zip(parts, grids, strict=True)]
-    return [block.transpose(2, 3).reshape(-1, 3, 14, 14) for block in blocks]
-
-
-def transformers_chunks(encoder, rows: Tensor, grids) -> Tensor:
-    """transformers' tower and projector with the same weights, one chunk after the other; refvl's without them.
-
-    transformers 5.23 fails where chunks of one call differ in their number of frames.
-    """
-    chunks = [(min(4, t - i), h, w) for t, h, w in grids for i in range(0, t, 4)]
-    if not HAS_5_23:
-        parts = rows.split([t * h * w for t, h, w in chunks])
-        return torch.cat([encoder(part, [chunk]) for part, chunk in zip(parts, chunks, strict=True)])
-    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection, Kimi_K25VisionModel
-
-    c, weights = encoder.config, {}
-    names = {"pos_emb.weight": "patch_embed.pos_emb.position_embeddings", "blocks.": "layers."}
-    names |= {"projector.norm": "pre_norm", "projector.fc1": "in_proj", "projector.fc2": "out_proj"}
-    for name, weight in encoder.state_dict().items():
-        weight = weight.view(encoder.kernels.get(name, weight.shape))
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        pieces = weight.chunk(3) if ".qkv." in name else [weight]
-        weights |= {name.replace(".qkv.", f".{x}_proj."): part for x, part in zip("qkv", pieces, strict=False)}
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    theirs = CONFIG_MAPPING["kimi_k25"](
-        vision_config={name: getattr(c, name) for name in (*sizes, "pos_emb_height", "pos_emb_width")},
-        text_config={"model_type": "deepseek_v3", "hidden_size": c.out_hidden_size},
-        projection_hidden_size=c.hidden_size,
-    )
-    tower, projector = Kimi_K25VisionModel._from_config(theirs.vision_config), Kimi_K25MultimodalProjection(theirs)
-    projector.load_state_dict({name: weights.pop(name) for name in list(weights) if name in projector.state_dict()})
-    tower.eval().load_state_dict(weights)
-    pixels = raster(rows, chunks)
-    pooled = [tower(x, torch.tensor([chunk])).pooler_output for x, chunk in zip(pixels, chunks, strict=True)]
-    return projector(torch.cat(pooled)).squeeze(1)
-
-
-KIMI = Case(
-    name="kimi_k25",
-    build=lambda: randomize(KimiK25Encoder(KimiK25VisionConfig.tiny()), 0.12),
-    values=588,
-    small=[(1, 4, 6), (5, 2, 4)],
-    mixed=[(1, 8, 12), (5, 6, 10), (1, 2, 2), (2, 16, 8), (4, 2, 2), (3, 4, 6), (1, 2, 26)],
-    items=st.tuples(st.integers(1, 9), st.integers(1, 5).map(lambda n: 2 * n), st.integers(1, 5).map(lambda n: 2 * n)),
-    oracle=transformers_chunks,
-    manager=lambda encoder: EncoderGraphManager(
-        encoder, budgets=[8, 16, 32], max_items=3, max_frames=4, progress=False
-    ),
-    rounded=40,
-)
-
 STEP_VL = replace(
     STEP3,
     name="step3_vl_10b",
@@ -310,7 +253,6 @@ CASES = [
     STEP3,
     STEP_VL,
     *map(folded_case, ("16x", "4x")),
-    KIMI,
 ]
 WITH_GRAPHS = [case for case in CASES if case.manager]
 built = functools.cache(lambda case: case.build())

@@ -51,7 +51,6 @@ ROWS = {
     "Step3-VL, random": Row(make_step3_checkpoint, takes_videos=False),
     **({"Step3-VL-10B": Row(MAKERS["Step3-VL-10B"], takes_videos=False)} if HAS_5_23 else {}),
     **({"MiniCPM-V 4.7": Row(MAKERS["MiniCPM-V 4.7"])} if HAS_5_23 else {}),
-    **({"Kimi K2.5": Row(MAKERS["Kimi K2.5"])} if HAS_5_23 else {}),
     "MiniCPM-V 2.0": Row(
         lambda folder: make_minicpmv_checkpoint(folder, "2.0"), takes_videos=False, has_own_template=True
     ),

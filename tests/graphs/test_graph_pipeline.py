@@ -37,7 +37,7 @@ def ask(vlm, **media):
 @pytest.mark.parametrize("rule", ["evs", "vidcom2"])
 @pytest.mark.parametrize("name", [name for name in RANDOM if not name.startswith(("Step", "MiniCPM"))])
 def test_pruned_prompts_are_those_without_graphs(name, rule):
-    """Oracle: the run without graphs. Kimi K2.5's 24 tokens stand for four frames each, so their graph holds 96."""
+    """Oracle: the run without graphs."""
     eager, graphed = random_model(name), load(random_folder(name), graphs={"max_budget": 128})
     video = {"prompt": "What?", "videos": [FRAMES], "pruning_rate": 0.5, "pruning": rule, "max_new_tokens": 1}
     expected, trace = eager.trace(**video), graphed.trace(**video)

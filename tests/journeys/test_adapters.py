@@ -405,7 +405,7 @@ BAD = {  # what is done to a saved adapter: what the error says
     "dropout beyond all": ({"config": lambda v: v | {"lora_dropout": 9}}, "dropout probability has to be between"),
     "repeated layers": ({"config": lambda v: v | {"layer_replication": [[0, 2], [1, 3]]}}, "layer_replication: exp"),
 }
-WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "GLM-4.6V", "Step3-VL", "Step-3.7", "Kimi K2.5"]
+WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "GLM-4.6V", "Step3-VL", "Step-3.7"]
 
 
 @pytest.fixture(params=[name for name in WITH_EXPERTS if HAS_5_23 or name not in NEWER])

@@ -36,8 +36,7 @@ CLIP = list(RANDOM.integers(0, 256, (6, 60, 90, 3), dtype=np.uint8))
 SIDE_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 ON_GRIDS = [name for name in MAKERS if name.startswith(("Qwen", "qwen", "GLM"))]
 FOLDED = [name for name in MAKERS if name.startswith(("MiniCPM-V 4.6", "MiniCPM-V 4.7"))]  # they merge on the way
-IN_CHUNKS = [name for name in MAKERS if name.startswith("Kimi")]  # several frames make the tokens of one
-CUT = [name for name in MAKERS if name not in (*ON_GRIDS, *FOLDED, *IN_CHUNKS)]
+CUT = [name for name in MAKERS if name not in (*ON_GRIDS, *FOLDED)]
 each_family = pytest.mark.parametrize("name", MAKERS)
 
 
@@ -245,31 +244,6 @@ def test_states_of_blocks_are_those_of_transformers(name, medium):
     [rows] = model.encode(**{kind: [medium]})
     assert torch.equal(embeds.flatten(0, 2), rows[:, : embeds.shape[-1]])
     assert embeds.shape[-1] == model.language_model.config.hidden_size
-
-
-@pytest.mark.parametrize("medium", [PICTURE, CLIP], ids=["image", "video"])
-@pytest.mark.parametrize("name", IN_CHUNKS)
-@torch.no_grad()
-def test_frames_of_a_chunk_share_their_tokens(name, medium):
-    """Oracle: transformers' tower, chunk by chunk, whose frames attend together."""
-    model, kept = random_model(name), list[list[torch.Tensor]]()
-    theirs = AutoModelForImageTextToText.from_pretrained(random_folder(name), dtype=torch.float32).eval().model
-    for i, layer in enumerate(theirs.vision_tower.layers):
-        kept.append([])
-        layer.register_forward_hook(lambda _, args, out, i=i: kept[i].append(out[0] if isinstance(out, tuple) else out))
-    kind = "images" if medium is PICTURE else "videos"
-    [patches] = model.processor.patchify(model.processor.decode(model.processor.messages("", **{kind: [medium]})))
-    t, h, w = patches.layout
-    longest = model.encoder.config.pos_emb_time
-    pixels = in_reading_order(patches.pixel_values, (t, h, w), 2).unflatten(-1, (3, 14, 14))
-    for frames in pixels.split(longest):
-        theirs.vision_tower(frames.flatten(0, 2), torch.tensor([(len(frames), h, w)]))
-    states = model.feature_map(medium, blocks=list(range(len(kept))))
-    for ours, parts in zip(states, kept, strict=True):
-        want = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        assert_agree(ours, want.view(t, h, w, -1), roundings(theirs))
-    embeds, [rows] = model.feature_map(medium), model.encode(**{kind: [medium]})
-    assert embeds.shape[:3] == (-(-t // longest), h // 2, w // 2) and torch.equal(embeds.flatten(0, 2), rows)
 
 
 @pytest.mark.parametrize("name", FOLDED)

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 import refvl
-from refvl.encoders import KimiK25Encoder, KimiK25VisionConfig
 from refvl.paths import DATA
 from refvl.positions import mrope_axis_of_pairs
 
@@ -77,7 +76,7 @@ def readme_row(stem: str) -> str:
 
 
 def test_every_config_has_its_row_here():
-    rows = TOTALS.keys() | {"Step3", "Step3-VL-10B", "Step-3.7-Flash", "Kimi-K2.5"}
+    rows = TOTALS.keys() | {"Step3", "Step3-VL-10B", "Step-3.7-Flash"}
     others = {path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("MiniCPM")}
     assert others == rows  # MiniCPM-V's: tests/models/test_configs_minicpmv.py
 
@@ -363,55 +362,6 @@ def test_step3_counts_tokens_as_released():
     """Oracle: vLLM's processor: 169 tokens for an overview and 81 for a crop."""
     config = build("Step3").encoder.config
     assert (config.image_tokens, config.crop_tokens) == (169, 81)
-
-
-KIMI_TENSORS = {  # of the tower in the released files, as a public listing has them; N for the number of a block
-    "patch_embed.proj.weight": (1152, 3, 14, 14), "patch_embed.proj.bias": (1152,),
-    "patch_embed.pos_emb.weight": (64, 64, 1152),
-    "encoder.blocks.N.norm0.weight": (1152,), "encoder.blocks.N.norm0.bias": (1152,),
-    "encoder.blocks.N.norm1.weight": (1152,), "encoder.blocks.N.norm1.bias": (1152,),
-    "encoder.blocks.N.wqkv.weight": (3456, 1152), "encoder.blocks.N.wqkv.bias": (3456,),
-    "encoder.blocks.N.wo.weight": (1152, 1152), "encoder.blocks.N.wo.bias": (1152,),
-    "encoder.blocks.N.mlp.fc0.weight": (4304, 1152), "encoder.blocks.N.mlp.fc0.bias": (4304,),
-    "encoder.blocks.N.mlp.fc1.weight": (1152, 4304), "encoder.blocks.N.mlp.fc1.bias": (1152,),
-    "encoder.final_layernorm.weight": (1152,), "encoder.final_layernorm.bias": (1152,),
-}  # fmt: skip
-KIMI_PROJECTOR = {
-    "pre_norm.weight": (1152,), "pre_norm.bias": (1152,), "proj.0.weight": (4608, 4608), "proj.0.bias": (4608,),
-    "proj.2.weight": (7168, 4608), "proj.2.bias": (7168,),
-}  # fmt: skip
-
-
-@pytest.mark.skipif("kimi_k25" not in CONFIG_MAPPING, reason="transformers before 5.23 lacks the family")
-def test_kimi_has_the_tensors_of_the_released_files():
-    """Oracles: names and shapes in the released files, as listed; transformers' whole model on `meta`; the name, 1T."""
-    vlm = refvl.load(str(CONFIGS / "Kimi-K2.5.json"), weights="random", device="meta")
-    tower, kernels = vlm.encoder, vlm.encoder.kernels
-    listed = {f"vision_tower.{name}": shape for name, shape in KIMI_TENSORS.items()}
-    listed |= {f"mm_projector.{name}": shape for name, shape in KIMI_PROJECTOR.items()}
-    named = {
-        tower.rename(name.replace(".N.", f".{block}.")): shape
-        for name, shape in listed.items()
-        for block in (range(27) if ".N." in name else [0])
-    }
-    assert named == {name: kernels.get(name, tuple(p.shape)) for name, p in tower.named_parameters()}
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(vlm.config)
-    theirs = {n.replace("model.language_model.", "model."): p.shape for n, p in model.named_parameters()}
-    ours = {n: p.shape for n, p in vlm.language_model.named_parameters()}
-    assert ours == {n: shape for n, shape in theirs.items() if not re.match(r"model\.(vision_tower|mm_projector)\.", n)}
-    total = count(tower) + count(vlm.language_model)
-    assert total == count(model) and round(total / 1e12) == 1
-    assert readme_row("Kimi-K2.5").endswith(f"| {total:,} | {count(tower):,} |")
-
-
-def test_released_and_transformers_names_of_kimi_are_the_same_sizes():
-    """Oracle: the config that transformers reads; the released file has other names for the tower's sizes."""
-    released = json.loads((CONFIGS / "Kimi-K2.5.json").read_text())
-    ours = KimiK25Encoder.from_config
-    with torch.device("meta"):
-        sizes = ours({"vision_config": released["vision_config"], "text_config": {"hidden_size": 7168}}).config
-    assert sizes == KimiK25VisionConfig()
 
 
 def test_step3_vl_10b_is_transformers_tower_and_qwen3():
