@@ -77,9 +77,8 @@ lab: $(STAMP) ## trust the shipped notebooks, so that their explorers are live, 
 	$(BIN)/jupyter trust notebooks/*.ipynb
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one, and how many of forty planted bugs they detect
+test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
-	OMP_NUM_THREADS=1 $(BIN)/python tests/cuda_sim/mutants.py
 
 test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... selects a different one)
 	$(PYTHON) -m venv .venv-cuda

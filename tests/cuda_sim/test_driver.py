@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from graph_families import build, distance, make_case, manager_of
+from simulated_cuda import simulated_cuda
 
 from refvl.graphs import CaptureError
 from refvl.graphs.cuda import CudaGraph
@@ -129,3 +130,11 @@ def test_a_graph_keeps_its_workspaces_when_others_clear_theirs(machine, case):
     assert near(manager.execute(rows, layouts), wanted)
     torch._C._cuda_clearCublasWorkspaces()
     assert near(manager.execute(rows, layouts), wanted)
+
+
+def test_graphs_on_the_second_device(case):
+    """Warm-up, capture and replay happen where the encoder is, whatever device is current."""
+    with simulated_cuda(devices=2):
+        manager = manager_of(build(FAMILY).to("cuda:1", torch.bfloat16))
+        outputs = manager.execute(case[1].rows.to("cuda:1"), case[1].layouts)
+        assert near(outputs, case[1].wanted)

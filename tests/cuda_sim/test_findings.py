@@ -187,3 +187,10 @@ def test_experts_wait_once_in_a_layer_at_most(machine, dtype, waits):
     assert machine.counts["waits"] <= waits
     error = (out.cpu()[0].double() - exact).norm() / exact.norm()
     assert error < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("capability", "first"), [((7, 5), "sdpa"), ((8, 0), "varlen")])
+def test_flash_attention_begins_with_ampere(capability, first):
+    """Oracle: flash-attn 2 "only supports Ampere GPUs or newer"; a T4 is 7.5."""
+    with simulated_cuda(capability=capability):
+        assert available_backends("cuda", torch.bfloat16)[0] == first
