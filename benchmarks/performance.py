@@ -52,7 +52,6 @@ from benchmarks.report import (
     side_by_side,
     write_measurement,
 )
-from refvl import on_gpu as gpu
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer, qwen2_5_vl
 from refvl.families import read_config
@@ -60,6 +59,7 @@ from refvl.language.loading import random_language_model
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
+from refvl.positions.rotary import rotary_matrices
 from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.study.arithmetic import encoder_operations, prefill_operations
@@ -144,7 +144,7 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
         return out
 
     def factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
-        return gpu.rotary_factors(cos, sin), None
+        return rotary_matrices(cos, sin), None
 
     with ExitStack() as replaced:
         replaced.enter_context(patch.object(Segments, "attend", attend))

@@ -5,17 +5,13 @@ each. Tokens attend only within their own segment. In self-attention, queries an
 resampler's cross-attention uses the same backends. Only `masked` builds a mask:
 
 - `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
-- `flash`:  the separate flash-attn 2 package, if it is installed and requested (same devices and dtypes)
-- `cudnn`:  cuDNN's variable-length attention (torch 2.14 or later, Hopper and Blackwell); only on request
 - `sdpa`:   every device and dtype; segments of equal length form one batch, with one SDPA call per distinct length
-- `masked`: every device and dtype; used in captured graphs if varlen cannot run (see `refvl.masked_attention`)
+- `masked`: every device and dtype; used in captured graphs if varlen cannot run, because its shapes follow from sizes
 
 Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K head dimension. A group has
 G segments with S queries and T keys each.
 """
 
-import functools
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,26 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl import cudnn, on_gpu
 from refvl.checks import check_shape
-from refvl.masked_attention import is_padding, masked_sdpa
 
-BACKENDS = ("varlen", "flash", "cudnn", "sdpa", "masked")
+BACKENDS = ("varlen", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # the lowest compute capability that supports bfloat16 and flash-attn 2
+LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to scores, and -inf + inf is nan
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
 
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` are always included.
 
-    The flash kernels behind `varlen` and `flash` need Ampere or later (they do not run on a T4 or V100). They accept
-    head dimensions up to 256 that are multiples of 8; `cudnn` accepts head dimensions up to 128. It comes last in the
-    list, so "auto" never chooses it.
+    The kernel behind `varlen` needs Ampere or later (it does not run on a T4 or V100). It accepts head dimensions up to
+    256 that are multiples of 8.
     """
-    fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
-    kernels = [name for name, where in KERNELS.items() if fits and _find(*where)]
-    return [*kernels, "sdpa", "masked", *["cudnn"] * (fits and cudnn.can_run(device, head_dim))]
+    has_kernel = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
+    return ["varlen"] * has_kernel + ["sdpa", "masked"]
 
 
 def is_ampere(device) -> bool:
@@ -163,17 +156,22 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
-            return on_gpu.attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        case "flash":
-            kernel = _find(*KERNELS["flash"])
-            return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        case "cudnn":
-            return cudnn.attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return _flash_attention(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "sdpa":
             return _grouped_sdpa(q_MHK, k_NHK, v_NHK, groups)
         case "masked":
-            return masked_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)
+            return _masked_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)
     raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+
+
+def _flash_attention(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
+    """Call the kernel of `torch.nn.attention.varlen.varlen_attn`, which would also clear random-number state.
+
+    Since torch 2.14, that function uses cuDNN for long segments on Hopper. This function uses the same kernel
+    for every image, eagerly and in graphs, with every release of torch.
+    """
+    op = torch.ops.aten._flash_attention_forward
+    return op(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, False, False)[0]
 
 
 def _grouped_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: SegmentPairs) -> Tensor:
@@ -192,16 +190,37 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-KERNELS = {  # backend -> module and name of its function
-    "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
-    "flash": ("flash_attn", "flash_attn_varlen_func"),
-}
+def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Attend with one M x N mask. All shapes follow from M, N and the number of segments, so a graph can capture it.
+
+    A masked key has weight zero, but zero times nan is nan. Keys are therefore zeroed first if they are padding or
+    invalid (not finite, or too large to multiply). Afterwards, queries become nan if they attend to an invalid key or
+    are not finite: an item that overflows affects only itself. Padding queries attend to every key, because a softmax
+    over no keys would be nan; their rows are zeroed at the end.
+    """
+    segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
+    segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
+    same_MN = segment_M[:, None] == segment_N
+    is_spoiled_N = ~((k_NHK.abs() < LARGEST_KEY) & v_NHK.isfinite()).flatten(1).all(1)
+    q, k, v = (
+        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]  # (1, H, M or N, K)
+        for x, is_empty in (
+            (q_MHK, is_padding_M),
+            (k_NHK, is_padding_N | is_spoiled_N),
+            (v_NHK, is_padding_N | is_spoiled_N),
+        )
+    )
+    out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=same_MN | is_padding_M[:, None])
+    is_spoiled_M = (same_MN & is_spoiled_N).any(1) | ~q_MHK.isfinite().flatten(1).all(1)
+    out_MHK = out_1HMK[0].transpose(0, 1).masked_fill(is_spoiled_M[:, None, None], torch.nan)
+    return out_MHK.masked_fill(is_padding_M[:, None, None], 0)
 
 
-@functools.cache
-def _find(module: str, function: str) -> Any:
-    """Return the function, or None if it is missing (with only flash-attn 4 installed, the package lacks it)."""
-    try:
-        return getattr(importlib.import_module(module), function, None)
-    except ImportError:
-        return None
+def _segment(cu_seqlens: Tensor, count: int) -> Tensor:
+    """Return the segment index of each token, (count,)."""
+    return torch.searchsorted(cu_seqlens.long(), torch.arange(count, device=cu_seqlens.device), right=True)
+
+
+def is_padding(cu_seqlens: Tensor, count: int) -> Tensor:
+    """Return whether each token comes after the last segment, (count,) bool."""
+    return torch.arange(count, device=cu_seqlens.device) >= cu_seqlens[-1]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from refvl import on_gpu
 from refvl.arguments import check_plan
 from refvl.attention import available_backends, choose_backend
 from refvl.checks import check_pixel_rows
@@ -133,7 +132,11 @@ class Tower(nn.Module):
 
 def to_device(plan: Any, device: torch.device) -> Any:
     """Return a plan that was made on the CPU, with all of its tensors on `device`."""
-    return plan if device.type == "cpu" else on_gpu.send_plan(plan, device)
+    if device.type == "cpu":
+        return plan
+    from refvl.encoders import sending
+
+    return sending.send_plan(plan, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +179,9 @@ def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
     """Return the normalised patch rows of several items, concatenated, on the encoder's device."""
     device = encoder.device
     if device.type == "cuda":
-        sent = [on_gpu.send_levels(item, device, encoder.dtype) for item in rows]
+        from refvl.encoders import sending
+
+        sent = [sending.send_levels(item, device, encoder.dtype) for item in rows]
     else:
         sent = [item if isinstance(item, Tensor) else item.normalize() for item in rows]
     return sent[0].to(device) if len(sent) == 1 else torch.cat(sent).to(device)

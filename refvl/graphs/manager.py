@@ -25,7 +25,8 @@ from threading import RLock, local
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from tqdm.auto import tqdm
 
 from refvl.checks import check_pixel_rows, check_positive_int
@@ -35,11 +36,11 @@ from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
 from refvl.graphs.packing import Capacity
 from refvl.graphs.recorder import TraceGraph
-from refvl.graphs.weights import baked_in, has_hooks
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # in tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
+ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
 MAX_UNITS = 64  # the most squares in an inferred graph; MAX_BUDGET is the limit if squares have many tokens
 
 Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
@@ -378,3 +379,37 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
     if given["max_frames"]:
         return limits
     return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # every frame is one unit
+
+
+def baked_in(encoder: nn.Module) -> tuple:
+    """Return the values that a graph of `encoder` depends on; if any of them changes, the graph must be captured again.
+
+    They are the address and dtype of each parameter, and the active adapters, their scaling and the merged adapters.
+    """
+    modules = _modules(encoder)
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    # a list is twice as fast as a generator
+    return (*[(weight.data_ptr(), weight.dtype) for weight in weights], *_switches(modules))
+
+
+def adapter_switches(module: nn.Module) -> list[str]:
+    """Return the active adapters, their scaling and the merged adapters of each layer that PEFT put into `module`."""
+    return _switches(_modules(module))
+
+
+def _switches(modules: list[nn.Module]) -> list[str]:
+    adapters = [own for module in modules if "merged_adapters" in (own := module.__dict__)]
+    return [str([own.get(switch) for switch in ADAPTER_SWITCHES]) for own in adapters]
+
+
+def has_hooks(encoder: nn.Module) -> bool:
+    """Return whether a forward of `encoder` calls hooks, which are Python functions and not part of a graph."""
+    of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(of_all) or any(module._forward_hooks or module._forward_pre_hooks for module in _modules(encoder))
+
+
+def _modules(encoder: nn.Module) -> list[nn.Module]:
+    modules = [encoder]
+    for module in modules:  # the list grows during the loop; `Module.modules` takes five times as long
+        modules += [child for child in module._modules.values() if child is not None]
+    return modules

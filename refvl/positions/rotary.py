@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refvl import on_gpu
 from refvl.arguments import as_grids, check_count
 from refvl.checks import Grid, check_positive
 
@@ -72,17 +71,33 @@ def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the factors of `rotate`, (N, 1, K) each, once for all blocks: cos twice, and -sin followed by sin.
 
-    On a GPU, return the factors of `on_gpu.rotate` and None.
+    On a GPU, return the factors of a rotation in two kernels, (N, 1, 2, 2, K/2), and None.
     """
     if cos.is_cuda:
-        return on_gpu.rotary_factors(cos, sin), None
+        return rotary_matrices(cos, sin), None
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
 def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor | None) -> Tensor:
     """Rotate by `rotary_factors` like `apply_rotary`: x times cos, plus x with its halves swapped times sin."""
     if sin_N1K is None:
-        return on_gpu.rotate(x_NHK, cos_N1K)
+        return rotate_by_matrices(x_NHK, cos_N1K)
     first, second = x_NHK.chunk(2, dim=-1)
     swapped_NHK = torch.cat([second, first], dim=-1)
     return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)
+
+
+def rotary_matrices(cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn cos, sin (N, K/2) into one 2 x 2 matrix per pair (N, 1, 2, 2, K/2); [j, i] maps half i to half j."""
+    return torch.stack([cos, -sin, sin, cos], dim=1).unflatten(1, (1, 2, 2))
+
+
+def rotate_by_matrices(x_NHK: Tensor, matrices: Tensor) -> Tensor:
+    """Rotate like `rotate`, in two kernels instead of four: products and sums in float32, rounded once.
+
+    One kernel both sums and rounds. Autograd does not support that, so with gradients, a separate kernel rounds.
+    """
+    parts = x_NHK.unflatten(-1, (1, 2, -1)) * matrices  # (N, H, 2, 2, K/2)
+    first, second = parts.unbind(-2)
+    out = None if parts.requires_grad else torch.empty_like(first, dtype=x_NHK.dtype)
+    return torch.add(first, second, out=out).to(x_NHK.dtype).flatten(-2)

@@ -25,7 +25,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
-from refvl.graphs.weights import adapter_switches
+from refvl.graphs.manager import adapter_switches
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
 from refvl.serving.handover import read_embeddings as read_embeddings  # also public in this module

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.encoders import glm4v, qwen2_5_vl
-from refvl.graphs.weights import has_hooks
+from refvl.graphs.manager import has_hooks
 
 
 class JoinedSwiGLU(qwen2_5_vl.SwiGLU):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from refvl.checks import check_positive_int
-from refvl.graphs.weights import baked_in
+from refvl.graphs.manager import baked_in
 from refvl.pixels.patches import Levels
 from refvl.serving.model import VLM
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from refvl.checkpoints import INDEX, weight_files
-from refvl.graphs.weights import adapter_switches
+from refvl.graphs.manager import adapter_switches
 
 ROLES = {  # role -> patterns of the files in a checkpoint's folder that refvl, transformers and tokenizers read
     "config": ("config.json",),

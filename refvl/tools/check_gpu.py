@@ -7,8 +7,6 @@
 If the process dies, the JSON names the check that was running and contains all results so far; the run does not pass.
 """
 
-import importlib
-import importlib.metadata
 import io
 import json
 import os
@@ -42,11 +40,8 @@ GOOD = ("passed", "skipped")  # a check in one of these states does not fail a r
 
 def describe_backend(backend: str) -> str:
     """Return the name of a backend's kernel and the version of its package, for tables."""
-    match backend:
-        case "varlen":
-            return f"varlen: flash-attn 2 of torch {torch.__version__}"
-        case "flash":
-            return f"flash: flash-attn {importlib.import_module('flash_attn').__version__}"
+    if backend == "varlen":
+        return f"varlen: flash-attn 2 of torch {torch.__version__}"
     return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
 
 
@@ -170,7 +165,6 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "transformers": transformers.__version__,
-        "flash_attn": _version("flash-attn"),
         "nvidia_smi": _say("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
@@ -244,13 +238,6 @@ def _capability(name: str) -> tuple[int, int]:
     """Return the capability in a name: sm_120 gives (12, 0)."""
     number = re.sub(r"\D", "", name)
     return int(number[:-1]), int(number[-1])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _say(*command: str) -> str:

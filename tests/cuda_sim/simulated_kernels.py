@@ -15,13 +15,6 @@ def flash_attention(
     return varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale), *torch.zeros(4, 0)
 
 
-def cudnn_attention(
-    q, k, v, bias, cu_q, cu_k, max_q, max_k, log_sumexp, dropout=0.0, is_causal=False, debug=False, *, scale=None
-):
-    """The same by cuDNN, which torch takes on Hopper from 2.14 on."""
-    return varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale), *torch.zeros(3, 0), max_q, max_k, *torch.zeros(3, 0)
-
-
 def varlen(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float | None) -> Tensor:
     """(M, H, K); what the kernel demands of its arguments is checked first."""
     require(q.dtype in (torch.float16, torch.bfloat16), f"fp16 and bf16 data type, got {q.dtype}")
@@ -73,7 +66,6 @@ def require(holds: bool, what: str) -> None:
 
 KERNELS: dict = {  # those that a CPU does not have
     torch.ops.aten._flash_attention_forward.default: flash_attention,
-    torch.ops.aten._cudnn_attention_forward.default: cudnn_attention,
     torch.ops.aten._scaled_dot_product_flash_attention.default: flash_sdpa,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: efficient_sdpa,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from simulated_cuda import simulated_cuda
 
-from refvl import on_gpu
+from refvl import attention
 from refvl.checks import read_json
-from refvl.encoders import Qwen2_5_VisionConfig
+from refvl.encoders import Qwen2_5_VisionConfig, sending
 from refvl.graphs.cuda import CudaGraph
 from refvl.graphs.manager import CapturedBudget
 from refvl.paths import DATA, ROOT
+from refvl.positions import rotary
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
@@ -108,7 +109,7 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
         assert set(archive.namelist()) == {"check.json", "table.txt", "suite.txt"}
         assert json.loads(archive.read("check.json")) == result
         assert b"28 px" not in archive.read("table.txt") and b"56 px: graph alone" in archive.read("table.txt")
-    said = "refvl commit os torch torch_cuda built_for nvidia_smi capability gpus flash_attn"  # nvidia-smi: the driver
+    said = "refvl commit os torch torch_cuda built_for nvidia_smi capability gpus"  # nvidia-smi: the driver
     assert set(said.split()) <= result["environment"].keys()
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
     assert {"varlen, bfloat16, head dimension 80", "Step3-VL, float16, graphs", "rank 1 against a CPU"} <= named
@@ -129,18 +130,18 @@ def test_every_tower_and_every_answer(gpus, monkeypatch, tmp_path, check):
 
 
 def wrong_rotary(monkeypatch):
-    right = on_gpu.rotary_factors
-    monkeypatch.setattr(on_gpu, "rotary_factors", lambda cos, sin: right(torch.ones_like(cos), torch.zeros_like(sin)))
+    right = rotary.rotary_matrices
+    monkeypatch.setattr(rotary, "rotary_matrices", lambda cos, sin: right(torch.ones_like(cos), torch.zeros_like(sin)))
 
 
 def values_of_another_segment(monkeypatch):
-    right = on_gpu.attend
-    monkeypatch.setattr(on_gpu, "attend", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
+    right = attention._flash_attention
+    monkeypatch.setattr(attention, "_flash_attention", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
 
 
 def wrong_levels(monkeypatch):
-    right = on_gpu.send_levels
-    monkeypatch.setattr(on_gpu, "send_levels", lambda *args: right(*args) * 1.01)
+    right = sending.send_levels
+    monkeypatch.setattr(sending, "send_levels", lambda *args: right(*args) * 1.01)
 
 
 def plan_of_the_first_image(monkeypatch):

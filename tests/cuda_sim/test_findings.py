@@ -1,8 +1,6 @@
 """What a review of the GPU path on paper found, each kept as a test on the simulated device."""
 
-import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from graph_families import build, make_case
 from simulated_cuda import simulated_cuda
 
 import refvl
-from refvl.attention import _find, available_backends, choose_backend, cumulative_lengths, varlen_attention
+from refvl.attention import available_backends, cumulative_lengths, varlen_attention
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
@@ -101,47 +99,12 @@ def test_a_model_loads_onto_the_current_gpu(device):
             assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
 
 
-def test_varlen_is_flash_attention_2_in_every_release(machine, monkeypatch):
-    """B1. On Hopper with a cuDNN that could do it, for segments long and short."""
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    for length in (16, 512):
-        q = torch.randn(length, 2, 16).bfloat16().cuda()
-        varlen_attention(q, q, q, cumulative_lengths([length]).cuda(), length, backend="varlen")
-    assert (machine.counts["flash_attention"], machine.counts["cudnn_attention"]) == (2, 0)
-
-
-def test_cudnn_runs_only_if_asked_for(monkeypatch):
-    """On Hopper with torch 2.14. Oracle: the kernel of flash-attn 2."""
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.14.0"))
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    with simulated_cuda(capability=(8, 0)):
-        assert "cudnn" not in available_backends("cuda", torch.bfloat16)
-    with simulated_cuda() as machine:
-        assert available_backends("cuda", torch.bfloat16)[-1] == "cudnn"
-        assert choose_backend("auto", "cuda", torch.bfloat16) == "varlen"
-        q, cu_seqlens = torch.randn(6, 2, 16).bfloat16().cuda(), cumulative_lengths([4, 2]).cuda()
-        cudnn, flash = (varlen_attention(q, q, q, cu_seqlens, 4, backend=name) for name in ("cudnn", "varlen"))
-        assert machine.counts["cudnn_attention"] == 1 and torch.equal(cudnn.cpu(), flash.cpu())
-
-
 def test_no_segments_are_no_work(machine):
     """B7. The kernels refuse them ("batch size must be positive")."""
     q, none = torch.zeros(0, 2, 16).bfloat16().cuda(), cumulative_lengths([]).cuda()
     assert varlen_attention(q, q, q, none, 0, backend="varlen").shape == (0, 2, 16)
     encoder = build("Qwen2.5-VL").to("cuda", torch.bfloat16)
     assert encoder(torch.zeros(0, encoder.config.patch_values, device="cuda"), []).shape[0] == 0
-
-
-def test_flash_attn_4_alone_is_not_flash_attn_2(machine, monkeypatch):
-    """C1. It installs a package of the same name, without the function."""
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    _find.cache_clear()
-    try:
-        assert "flash" not in available_backends("cuda", torch.bfloat16)
-        with pytest.raises(ValueError, match="'flash' cannot run on cuda"):
-            choose_backend("flash", "cuda", torch.bfloat16)
-    finally:
-        _find.cache_clear()
 
 
 def test_padding_may_hold_anything(machine):

@@ -17,8 +17,8 @@ from shipped import is_read_here
 from simulated_cuda import simulated_cuda
 
 import refvl
+from refvl.encoders.sending import ALIGNMENT
 from refvl.graphs.buffers import metadata_tensors
-from refvl.on_gpu import ALIGNMENT
 from refvl.paths import DATA
 from refvl.pixels.patches import Levels
 from refvl.study.costs import costs

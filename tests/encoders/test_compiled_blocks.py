@@ -7,10 +7,10 @@ import torch
 from closeness import assert_agree
 from graph_families import GRIDS, build, make_case
 
-from refvl import on_gpu
 from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
+from refvl.positions.rotary import rotary_matrices
 
 LAYOUTS = {  # others: a grid; windows of one length, because sdpa runs once for each length
     "Qwen2.5-VL": (1, 8, 8), "MiniCPM-V 4.5": ((5, 6),), "Step3-VL": (0, 0)
@@ -41,7 +41,7 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
             block.compile(dynamic=True, fullgraph=True, backend=keep)
         for lengths in ([9, 9], [37], [4, 5, 20], [70] * 3):
             rows = sum(lengths)
-            rotary = on_gpu.rotary_factors(*torch.ones(2, rows, encoder.head_dim // 2)), None
+            rotary = rotary_matrices(*torch.ones(2, rows, encoder.head_dim // 2)), None
             segments = Segments(cumulative_lengths(lengths), None, max(lengths))
             context = (rotary, segments) if family in GRIDS else (segments,)
             for block in encoder.blocks:

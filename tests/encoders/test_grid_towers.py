@@ -295,22 +295,21 @@ def test_a_config_of_the_wrong_kind_is_named(family):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["varlen", "flash"])
 @torch.no_grad()
-def test_backends_agree_on_the_gpu(backend):
+def test_backends_agree_on_the_gpu():
     """Oracle: the float32 tower on the CPU; in bfloat16 each kernel comes as near to it and to sdpa as it rounds."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if backend not in available_backends("cuda", torch.bfloat16):
-        pytest.skip(f"{backend} is not available here")
+    if "varlen" not in available_backends("cuda", torch.bfloat16):
+        pytest.skip("varlen is not available here")
     family = "qwen2_5_vl"
     patches = random_patches(GRIDS, tiny(family))
     exact, outs = run_theirs(theirs(family), patches, GRIDS), {}
-    for name in (backend, "sdpa"):
+    for name in ("varlen", "sdpa"):
         encoder = ours(family, attention=name).to("cuda", torch.bfloat16)
         outs[name] = encoder(patches.cuda(), GRIDS).cpu()
         assert_agree(outs[name], exact.double(), half_steps(family))
-    assert_agree(outs[backend], outs["sdpa"], half_steps(family))
+    assert_agree(outs["varlen"], outs["sdpa"], half_steps(family))
 
 
 @pytest.mark.gpu

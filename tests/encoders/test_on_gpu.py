@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refvl import on_gpu
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.positions.rotary import apply_rotary, vision_rotary_cos_sin
+from refvl.encoders.sending import ALIGNMENT, _send_packed, send_plan
+from refvl.positions.rotary import apply_rotary, rotary_matrices, rotate_by_matrices, vision_rotary_cos_sin
 from refvl.serving.joined import JOINED, join_gate_up, joined
 from tests.closeness import assert_agree
 
@@ -25,7 +25,7 @@ def test_rotation_in_two_kernels(dtype, grad):
     """Oracle: float64. Each product and the sum are rounded to float32, then once to the dtype."""
     cos, sin = vision_rotary_cos_sin([GRID], head_dim=16)
     x = torch.randn(48, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_(grad)
-    out = on_gpu.rotate(x, on_gpu.rotary_factors(cos, sin))
+    out = rotate_by_matrices(x, rotary_matrices(cos, sin))
     want = apply_rotary(x.detach().double(), cos.double(), sin.double())
     terms = apply_rotary(x.detach().double().abs(), cos.double().abs(), -sin.double().abs()).abs()
     size = x.detach().double().abs().amax(-1, keepdim=True) * 2 + terms  # above |x cos| + |x' sin|
@@ -39,10 +39,10 @@ def test_rotation_in_two_kernels(dtype, grad):
 def test_rotation_in_two_kernels_compiles_without_a_break():
     """Oracle: the same, uncompiled."""
     cos, sin = vision_rotary_cos_sin([GRID], head_dim=16)
-    x, factors = torch.randn(48, 3, 16).bfloat16(), on_gpu.rotary_factors(cos, sin)
+    x, factors = torch.randn(48, 3, 16).bfloat16(), rotary_matrices(cos, sin)
     with torch.inference_mode():
-        compiled = torch.compile(on_gpu.rotate, backend="aot_eager", fullgraph=True, dynamic=True)
-        assert torch.equal(compiled(x, factors), on_gpu.rotate(x, factors))
+        compiled = torch.compile(rotate_by_matrices, backend="aot_eager", fullgraph=True, dynamic=True)
+        assert torch.equal(compiled(x, factors), rotate_by_matrices(x, factors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +59,13 @@ def test_a_packed_plan_is_the_plan(groups, length, monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)  # which only a GPU's machine can
     plan = Plan(torch.arange(length, dtype=torch.int32), groups, 7)
     tensors = [plan.lengths, *(groups or ())]
-    for packed, tensor in zip(on_gpu._send_packed(tensors, torch.device("cpu")), tensors, strict=True):
+    for packed, tensor in zip(_send_packed(tensors, torch.device("cpu")), tensors, strict=True):
         assert packed.dtype == tensor.dtype and torch.equal(packed, tensor)
-        assert packed.storage_offset() * packed.itemsize % on_gpu.ALIGNMENT == 0
-    sent = on_gpu.send_plan(plan, torch.device("meta"))
+        assert packed.storage_offset() * packed.itemsize % ALIGNMENT == 0
+    sent = send_plan(plan, torch.device("meta"))
     assert sent.longest == 7 and sent.lengths.shape == (length,) and sent.lengths.is_meta
     assert groups is None or [x.shape for x in sent.groups] == [x.shape for x in groups]
-    assert on_gpu._send_packed([], torch.device("cpu")) == []
+    assert _send_packed([], torch.device("cpu")) == []
 
 
 # --- gate and up in one product ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from graph_families import FAMILIES, FOLDED, GRIDS, SQUARES, build, distance, make_case, manager_of
 
-from refvl.graphs.weights import baked_in
+from refvl.graphs.manager import baked_in
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # as in test_graph_threads; stale weights are off by 0.1
 LAYOUTS = {

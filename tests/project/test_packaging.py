@@ -3,21 +3,16 @@
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 import refvl
-from refvl import attention
 from refvl.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] not in ("", "#")]
 VERSIONS = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in PINS}
 REQUIREMENTS = [Requirement(line) for line in PROJECT["dependencies"]] + [
-    Requirement(line) for extra, lines in EXTRAS.items() if extra != "flash" for line in lines
+    Requirement(line) for extra, lines in EXTRAS.items() for line in lines
 ]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
@@ -60,37 +55,6 @@ def test_every_dependency_is_pinned_and_the_pin_fits():
     pins = {str(requirement): VERSIONS.get(canonicalize_name(requirement.name)) for requirement in REQUIREMENTS}
     assert len(pins) > 10 and [requirement for requirement, pin in pins.items() if pin is None] == []
     assert [(r, pin) for r, pin in pins.items() if not Requirement(r).specifier.contains(pin)] == []
-
-
-def test_flash_attention_is_optional_and_never_pinned():
-    assert any("flash-attn" in line for line in EXTRAS["flash"])
-    assert "flash-attn" not in VERSIONS and all(r.name != "flash-attn" for r in REQUIREMENTS)
-    _, pip = conda_and_pip_lines()
-    assert not any("flash" in line for line in pip)
-    assert re.search(r"^ *# .*GPU option.*flash-attn", (ROOT / "environment.yml").read_text(), re.M)
-    assert f"# - {EXTRAS['flash'][0]}" in (ROOT / "environment.yml").read_text()
-
-
-def test_every_torch_knows_which_flash_attention_fits(monkeypatch):
-    """docs/gpu.md has a row for each minor release that pyproject.toml allows; what its bound fits is said alike in
-    environment.yml; and `available_backends` needs none. Oracle: each other, and the backend that "auto" takes."""
-    rows = re.findall(r"^\| (2\.\d+(?:, 2\.\d+)*) \| (.+?) \| .+ \|$", (ROOT / "docs/gpu.md").read_text(), re.M)
-    fits = {torch: said for releases, said in rows for torch in releases.split(", ")}
-    [bounds] = [requirement.specifier for requirement in REQUIREMENTS if requirement.name == "torch"]
-    assert list(fits) == [f"2.{minor}" for minor in range(30) if bounds.contains(f"2.{minor}.0")]
-    lowest = EXTRAS["flash"][0].removeprefix("flash-attn>=")
-    assert set(fits.values()) == {f"{lowest} or later", "none fits"}
-    last = max((torch for torch, said in fits.items() if said != "none fits"), key=Version)
-    assert f"against torch up to {last}," in (ROOT / "environment.yml").read_text()
-    assert (Version(VERSIONS["torch"]).release[:2] <= Version(last).release) == (
-        "such as the version\n      # above" in (ROOT / "environment.yml").read_text()
-    )
-    for package in (None, SimpleNamespace(), SimpleNamespace(flash_attn_varlen_func=print)):
-        monkeypatch.setitem(sys.modules, "flash_attn", package)  # None: not installed
-        attention._find.cache_clear()
-        names = attention.available_backends("cuda", torch.bfloat16)
-        assert ("flash" in names) == hasattr(package, "flash_attn_varlen_func") and names[0] == "varlen"
-    attention._find.cache_clear()
 
 
 def test_conda_environment_is_the_pip_environment():

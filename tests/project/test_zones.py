@@ -18,7 +18,7 @@ DOORS = {  # names that callers import: behind them stands a model with everythi
 STAGES = ("pixels", "processors", "encoders", "positions", "language", "graphs")
 SHARED = (
     "pipeline", "merge", "attention", "trace", "checks", "printing", "arguments", "families", "checkpoints",
-    "contracts", "cudnn",
+    "contracts",
 )  # fmt: skip
 
 

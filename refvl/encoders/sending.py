@@ -1,12 +1,10 @@
-"""Operations that a tower does differently on a GPU, with few copies and few kernels.
+"""What a tower sends to a GPU: one copy for a plan, one for an item's pixels.
 
     send_plan     all tensors of a plan in one copy, from one pinned buffer
     send_levels   one byte per pixel value, converted on the GPU by one gather
-    rotate        the rotary embedding in two kernels
-    attend        torch's flash-attn 2, without the random-number state that `varlen_attn` clears in each call
 
-The host takes about 5 us to launch a kernel, even if the kernel computes little. You can understand a tower without
-this file; none of it runs on a CPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
+The host takes about 5 us to launch a kernel, even if the kernel computes little. This file is imported only if a tower
+is on a GPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
 """
 
 from collections.abc import Callable
@@ -74,29 +72,3 @@ def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     shape = N, C, rows.frames  # an image has one frame, which is repeated Tp times
     index = levels.int().expand(*shape, values)
     return table.expand(*shape, -1).gather(3, index).flatten(1)
-
-
-def rotary_factors(cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn cos, sin (N, K/2) into the factors of `rotate` (N, 1, 2, 2, K/2); [j, i] maps half i to half j."""
-    return torch.stack([cos, -sin, sin, cos], dim=1).unflatten(1, (1, 2, 2))
-
-
-def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
-    """Rotate like `refvl.positions.rotary.rotate`: products and sums are computed in float32 and rounded once.
-
-    One kernel both sums and rounds. Autograd does not support that, so with gradients, a separate kernel rounds.
-    """
-    parts = x_NHK.unflatten(-1, (1, 2, -1)) * factors  # (N, H, 2, 2, K/2)
-    first, second = parts.unbind(-2)
-    out = None if parts.requires_grad else torch.empty_like(first, dtype=x_NHK.dtype)
-    return torch.add(first, second, out=out).to(x_NHK.dtype).flatten(-2)
-
-
-def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
-    """Return (M, H, K), without a causal mask, from the kernel of `torch.nn.attention.varlen.varlen_attn`.
-
-    Since torch 2.14, that function uses cuDNN for long segments on Hopper. This function uses the same kernel
-    for every image, eagerly and in graphs, with every release of torch.
-    """
-    op = torch.ops.aten._flash_attention_forward
-    return op(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, False, False)[0]
