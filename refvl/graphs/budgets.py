@@ -8,8 +8,7 @@ them. A replay computes the whole budget even if it is not full; the unused shar
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from refvl.arguments import as_sequence
-from refvl.checks import check_int, check_positive_int, check_positive_ints
+from refvl.checks import check_positive_int, check_positive_ints
 from refvl.graphs.packing import Capacity, greedy, pack
 
 PACKERS = {"greedy": greedy, "optimal": pack}
@@ -72,8 +71,7 @@ def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
     >>> generate_budgets(64, 600)
     [64, 128, 256, 512, 600]
     """
-    min_budget = check_positive_int(min_budget, "min_budget")
-    max_budget = check_positive_int(max_budget, "max_budget")
+    min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
     budgets = []
     while min_budget < max_budget:
         budgets.append(min_budget)
@@ -127,28 +125,26 @@ def plan_batches(
 
     output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item, limited by
     `max_frames` per batch (optional). policy: "greedy" adds sorted items to a batch while they fit the largest budget.
-    "optimal" finds the smallest sum of budgets, then the fewest batches. The search is exact for up to 12 items. For
-    more items, it is bounded, but never worse than the best cut of the sorted items into consecutive batches.
+    "optimal" finds the smallest sum of budgets, then the fewest batches: of all partitions of up to 12 items, and of
+    all cuts of more sorted items into consecutive batches.
 
     The batch with the smallest item comes first; items that fit no graph come last, each alone, with budget None.
-    Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong type)
-    that names the argument.
+    Every index appears once, and equal arguments give equal batches. Raises ValueError for an unknown policy, for
+    limits below 1, and unless each item has a number of frames.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
     [(0, 2), (1,)]
     >>> plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
     [Batch(indices=(0, 1), budget=64), Batch(indices=(2,), budget=256)]
     """
-    check_policy(policy, POLICIES)
-    tokens = _check_counts(output_tokens, "output_tokens")
-    frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")
-    if len(frames) != len(tokens):
-        raise ValueError(f"frames: expected one number for each of {len(tokens)} items, got {len(frames)}")
+    check_policy(policy)
+    frames = [0] * len(output_tokens) if frames is None else frames
     max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
 
-    sizes = {i: (0, tokens[i], frames[i]) for i in range(len(tokens))}
+    items = enumerate(zip(output_tokens, frames, strict=True))
+    sizes = {i: (0, tokens, count) for i, (tokens, count) in items}
     return pack_items(sizes, Capacity(tuple(budgets), (0,) * len(budgets), max_items, max_frames), policy)
 
 
@@ -226,21 +222,16 @@ def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None 
     return 1 - used / computed if computed else 0.0
 
 
-def check_policy(policy: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless `policy` is one of `allowed`."""
-    if not isinstance(policy, str) or policy not in allowed:
-        raise ValueError(f"policy: expected one of {tuple(allowed)}, got {policy!r}")
+def check_policy(policy: str) -> str:
+    """Return the policy; raise ValueError unless it is one of `POLICIES`."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
+    return policy
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
     """Return the sorted budgets without duplicates; raise an error unless they are one or more positive integers."""
-    checked = sorted(
-        {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(as_sequence(budgets, "budgets"))}
-    )
+    checked = {check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(budgets)}
     if not checked:
         raise ValueError("budgets: expected at least one budget, got none")
-    return checked
-
-
-def _check_counts(counts: Sequence[int], name: str) -> list[int]:
-    return [check_int(count, f"{name}[{i}]", 0) for i, count in enumerate(as_sequence(counts, name))]
+    return sorted(checked)

@@ -9,8 +9,8 @@
 
 Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of an image are squares
 of two sizes, so each size has its own graphs. The paths pack independently, so images that share a replay on one path
-may not share one on the other. One path may also run eagerly while the other one replays graphs. The policy "paired"
-packs images once for all paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
+may not share one on the other. One path may also run eagerly while the other one replays graphs. Upstream:
+`EncoderCudaGraphManager`, which packs images once for all paths (`plan_paired_batches`).
 
 The manager uses only the `GraphEncoder` interface of an encoder: plan, forward, metadata at capacity, and the sizes of
 an item.
@@ -21,7 +21,7 @@ The buffers are used by one call at a time, which holds a lock from the first fi
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from threading import RLock, local
+from threading import RLock
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from tqdm.auto import tqdm
 
-from refvl.checks import check_pixel_rows, check_positive_int
+from refvl.checks import check_pixel_rows
 from refvl.contracts import Encoder, GraphEncoder
-from refvl.graphs.budgets import POLICIES, Batch, Limits, check_policy, infer_limits, pack_items, plan_paired_batches
+from refvl.graphs.budgets import Batch, Limits, check_policy, infer_limits, pack_items
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
 from refvl.graphs.packing import Capacity
@@ -105,25 +105,24 @@ class GraphPlan:
 
     layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the patch
     rows. batches: the items that run together, in order of execution. metadata: the plan of each batch on its path.
-    weights: the addresses of the captured weights.
     """
 
     layouts: Sequence
     sizes: dict[Part, Size]
     batches: list[Batch]
     metadata: list
-    weights: tuple
 
 
 class EncoderGraphManager:
     """The graphs of one encoder. Outputs are clones, because the next replay overwrites the output of a graph.
 
-    While the encoder has forward hooks, items run eagerly, so hooks are called. A copied manager starts without graphs.
-    Weights may change between calls. Values changed in place take effect at the next replay. If weights have a new
-    address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a
-    manager: each call gets its own embeddings, and replays run one after the other.
+    While the encoder has forward hooks, items run eagerly, so hooks are called. Weights may change between calls.
+    Values changed in place take effect at the next replay. If weights have a new address or dtype
+    (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a manager: each call
+    gets its own embeddings, and replays run one after the other.
 
-    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget).
+    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget). last_batches: the batches of the
+    last call of any thread.
     """
 
     def __init__(
@@ -144,16 +143,15 @@ class EncoderGraphManager:
         `min_budget` up to `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
-        `plan_batches`; "paired" packs items once for several paths. Raises ValueError if limits contradict each other,
-        if budgets miss a path, or if the backend cannot run here.
+        `plan_batches`. Raises ValueError if limits contradict each other, if budgets miss a path, or if the backend
+        cannot run here.
         """
         self.encoder: Any = encoder
         self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
-        self.policy = policy
+        self.policy = check_policy(policy)
         self.progress = progress
         self._wanted_backend = backend
         self.backend = self._choose_backend()
-        check_policy(policy, POLICIES if len(self.paths) == 1 else ("paired", *POLICIES))
         given: Any = budgets
         if budgets is None or "" in self.paths:
             given = dict.fromkeys(self.paths, budgets)
@@ -169,18 +167,9 @@ class EncoderGraphManager:
         self._weights: tuple = ()
         self._pool: Pool | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self.last_batches: list[Batch] = []
         self._stats = {name: GraphStats() for name in self.paths}
-        self._lock, self._of_thread = RLock(), local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle, without graphs, because their memory belongs to this process."""
-        with self._lock:
-            kept = {name: value for name, value in vars(self).items() if name not in ("_lock", "_of_thread")}
-            return kept | {"captured": {}, "_weights": (), "_pool": None, "_last_stream": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._lock, self._of_thread = RLock(), local()
+        self._lock = RLock()
 
     def _choose_backend(self) -> str:
         if self._wanted_backend not in ("auto", *BACKENDS):
@@ -208,15 +197,10 @@ class EncoderGraphManager:
                 self._pool, self._last_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
             graphs = [(path, budget) for path, limits in self.limits.items() for budget in limits.budgets[::-1]]
             bar = tqdm(graphs, desc="capture", unit="graph", disable=not self.progress)
-            try:
-                for path, budget in bar:
-                    self.captured[path, budget] = self._capture(path, budget)
-                    bar.set_postfix_str(f"budget {budget}, {self.memory_bytes() / 2**20:.0f} MiB")
-            except BaseException:
-                self.captured.clear()
-                raise
+            captured = {(path, budget): self._capture(path, budget) for path, budget in bar}
+            self.captured = captured  # only if none has failed
             for path, limits in self.limits.items():
-                max_rows = tuple(len(self.captured[path, budget].pixel_values) for budget in limits.budgets)
+                max_rows = tuple(len(captured[path, budget].pixel_values) for budget in limits.budgets)
                 frames = tuple(map(limits.frames_of, limits.budgets))
                 self._capacities[path] = Capacity(limits.budgets, max_rows, limits.max_items, limits.max_frames, frames)
 
@@ -249,11 +233,14 @@ class EncoderGraphManager:
         sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
         with self._lock:
             if not self.captured:
-                self.capture()  # `run` detects if the weights have moved since then, and plans again
-            weights = self._weights
-        batches = self._without_hooks(self._pack(sizes, len(layouts)))
+                self.capture()
+        batches: list[Batch] = []
+        for path, capacity in self._capacities.items():
+            there = {i: size for (i, name), size in sizes.items() if name == path}
+            batches += pack_items(there, capacity, self.policy, path)
+        batches = self._without_hooks(batches)
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
-        return GraphPlan(layouts, sizes, batches, metadata, weights)
+        return GraphPlan(layouts, sizes, batches, metadata)
 
     def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches; all of them run eagerly if the encoder has hooks, which a replay would not call."""
@@ -266,23 +253,6 @@ class EncoderGraphManager:
         parts = self.encoder.path_layouts(layout)
         return [(path, parts[path]) for path in self.paths if parts[path] is not None]
 
-    def _pack(self, sizes: Mapping[Part, Size], count: int) -> list[Batch]:
-        """Pack all `count` items on each path separately, or on all paths together if the policy is "paired"."""
-        groups: Sequence[Sequence[int]] = [range(count)]
-        policy = self.policy
-        if policy == "paired":
-            policy = "greedy"
-            tokens = [{path: sizes[i, path][1] for path in self.paths if (i, path) in sizes} for i in range(count)]
-            budgets = {path: limits.budgets for path, limits in self.limits.items()}
-            max_items = min(limits.max_items for limits in self.limits.values())
-            groups = [batch.indices for batch in plan_paired_batches(tokens, budgets, max_items)]
-        batches = []
-        for items in groups:
-            for path, capacity in self._capacities.items():
-                there = {i: sizes[i, path] for i in items if (i, path) in sizes}
-                batches += pack_items(there, capacity, policy, path)
-        return batches
-
     @torch.inference_mode()
     def run(self, pixel_values: Tensor, plan: GraphPlan) -> list[Tensor]:
         """Encode a plan; return one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
@@ -292,8 +262,6 @@ class EncoderGraphManager:
         outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
-            if plan.weights is not self._weights:  # the graphs were captured again since the plan
-                plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)
             for batch, metadata in zip(batches, plan.metadata, strict=True):
@@ -305,7 +273,7 @@ class EncoderGraphManager:
                 outputs |= zip(parts, embeds.split(tokens), strict=True)
             for batch in batches:
                 self._stats[batch.path].count(batch)
-        self._of_thread.batches = batches
+            self.last_batches = batches
         return [self._join(outputs, i) for i in range(len(plan.layouts))]
 
     def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:
@@ -327,11 +295,6 @@ class EncoderGraphManager:
             if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)
             self._last_stream = stream
-
-    @property
-    def last_batches(self) -> list[Batch]:
-        """The batches of this thread's last call; prefer the `batches` of a `plan`."""
-        return getattr(self._of_thread, "batches", [])
 
     def path_stats(self) -> dict[str, GraphStats]:
         """Return copies of the hits, misses, hit rate and padding waste of each path since `clear`."""
@@ -369,13 +332,7 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
     unit = getattr(path, "tokens", None)
     if unit is None:
         return infer_limits(min_budget, largest if max_budget is None else max_budget, **given)
-    if max_budget is None:
-        max_budget = min(largest, MAX_UNITS * unit)
-    smallest = max(unit, given["max_items"] or 1)
-    if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
-        least = f"must be at least {smallest} tokens, to hold a whole crop or overview, and one token per item"
-        raise ValueError(f"max_budget: {least}, got {max_budget}")
-    limits = infer_limits(unit, max_budget, **given)
+    limits = infer_limits(unit, min(largest, MAX_UNITS * unit) if max_budget is None else max_budget, **given)
     if given["max_frames"]:
         return limits
     return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # every frame is one unit

@@ -1,6 +1,6 @@
 """Static buffers: every padding rule written out, nothing stale, nothing beyond capacity."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -41,10 +41,6 @@ def test_each_rule_fills_in_place(rule, want, dtype):
     assert (buffer.tolist(), buffer.data_ptr()) == (want, address)
 
 
-def test_every_rule_is_tested():
-    assert set(PAD_RULES) == {"zero", "repeat_last", "identity"}
-
-
 @given(st.sampled_from(sorted(PAD_RULES)), st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_nothing_of_the_batch_before_survives(rule, counts):
     """Filling after any fillings equals filling a fresh buffer, whatever it held."""
@@ -57,13 +53,6 @@ def test_nothing_of_the_batch_before_survives(rule, counts):
         assert torch.equal(used[:count], values)
 
 
-@pytest.mark.parametrize("rule", sorted(PAD_RULES))
-def test_a_full_buffer_needs_no_padding(rule):
-    buffer = torch.zeros(3)
-    fill_padded(buffer, torch.tensor([1.0, 2.0, 3.0]), rule, "x")
-    assert buffer.tolist() == [1, 2, 3]
-
-
 def test_rows_are_padded_whole_and_nan_does_not_survive():
     buffer = torch.full((3, 2), float("nan"))
     fill_padded(buffer, torch.ones(1, 2), "zero", "x")
@@ -72,27 +61,12 @@ def test_rows_are_padded_whole_and_nan_does_not_survive():
     assert buffer.tolist() == [[1, 2]] * 3
 
 
-def test_values_are_cast_to_the_buffer():
-    buffer = torch.zeros(2, dtype=torch.bfloat16)
-    fill_padded(buffer, torch.tensor([1.0, 2.0]), "zero", "x")
-    assert (buffer.dtype, buffer.tolist()) == (torch.bfloat16, [1, 2])
-
-
 @pytest.mark.parametrize(
     ("values", "rule", "error", "message"),
     [
         (torch.zeros(6, 2), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(6, 2\)"),
         (torch.zeros(3, 3), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(3, 3\)"),
-        (torch.zeros(3), "zero", ValueError, r"x: expected a shape that fits .*, got \(3,\)"),
-        (
-            torch.zeros(3, 2),
-            "mirror",
-            TypeError,
-            r"x: expected a padding rule from \['identity', 'repeat_last'.*, got 'mirror'",
-        ),
-        (None, "zero", TypeError, "x: expected a torch.Tensor, got NoneType"),
-        ([0, 1], "zero", TypeError, "x: expected a torch.Tensor, got list"),
-        (torch.zeros(0, 2), "repeat_last", ValueError, "x: expected at least one value to repeat, got none"),
+        (torch.zeros(3, 2), "mirror", TypeError, r"x: expected a padding rule from \('zero', 'rep.*, got 'mirror'"),
     ],
 )
 def test_what_does_not_fit_is_named(values, rule, error, message):
@@ -119,8 +93,6 @@ def test_nested_metadata_is_filled_in_turn():
     assert len(metadata_tensors(buffers)) == 4
     with pytest.raises(TypeError, match="metadata: expected Metadata, got Nested"):
         fill_metadata(buffers, Nested(metadata(), buffers))
-    with pytest.raises(ValueError, match="longest: 4 exceeds the captured capacity of 3"):
-        fill_metadata(buffers, Nested(metadata(), metadata(longest=4)))
 
 
 def test_metadata_is_filled_field_by_field():
@@ -132,23 +104,6 @@ def test_metadata_is_filled_field_by_field():
     assert buffers.lengths.tolist() == [0, 1, 2, 2, 2]
     assert (buffers.groups, buffers.longest) == ((), 3)
     assert addresses == (buffers.values.data_ptr(), buffers.lengths.data_ptr())
-
-
-def test_a_field_that_is_missing_is_a_type_error():
-    """The dataclass refuses it; one set to None is refused by name."""
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'groups'"):
-        Metadata(torch.zeros(1), torch.zeros(1))
-    with pytest.raises(TypeError, match="values: expected a torch.Tensor, got NoneType"):
-        fill_metadata(capacity(), replace(metadata(), values=None))
-
-
-def test_another_class_is_a_type_error():
-    @dataclass(frozen=True, slots=True, eq=False)
-    class Other(Metadata):
-        pass
-
-    with pytest.raises(TypeError, match="metadata: expected Metadata, got Other"):
-        fill_metadata(capacity(), metadata(kind=Other))
 
 
 def test_capacity_exceeded_is_a_value_error():

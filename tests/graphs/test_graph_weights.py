@@ -1,7 +1,5 @@
 """Weights that change after the capture: graphs are as new as the weights, in every family and in every way."""
 
-import copy
-import pickle
 from collections import Counter
 
 import pytest
@@ -30,10 +28,6 @@ def other_weights(family, encoder):
 
 def load(encoder, family):
     encoder.load_state_dict(other_weights(family, encoder))
-
-
-def load_a_checkpoint(encoder, family):
-    encoder.load_weights(other_weights(family, encoder).items())
 
 
 def edit_in_place(encoder, family):
@@ -67,9 +61,7 @@ def replace_a_module(encoder, family):
         setattr(encoder, name, getattr(other, name))
 
 
-CHANGES = [
-    load, load_a_checkpoint, edit_in_place, edit_the_data, assign, move_and_edit, change_the_dtype, replace_a_module,
-]  # fmt: skip
+CHANGES = [load, edit_in_place, edit_the_data, assign, move_and_edit, change_the_dtype, replace_a_module]
 
 
 def check(encoder, manager, fresh, layouts):
@@ -84,11 +76,14 @@ KINDS = ("Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL")  # one of each way of captur
 
 
 def pair(family, change):
-    is_quick = family in KINDS or change in (load, edit_the_data, replace_a_module)
-    return pytest.param(family, change, marks=() if is_quick else pytest.mark.slow, id=f"{family}-{change.__name__}")
+    return pytest.param(family, change, id=f"{family}-{change.__name__}")
 
 
-@pytest.mark.parametrize(("family", "change"), [pair(family, change) for family in FAMILIES for change in CHANGES])
+PAIRS = [pair(family, change) for family in KINDS for change in CHANGES]
+PAIRS += [pair(family, edit_the_data) for family in FAMILIES if family not in KINDS]
+
+
+@pytest.mark.parametrize(("family", "change"), PAIRS)
 def test_graphs_follow_the_weights(family, change):
     """Oracle: a fresh encoder of the changed weights, without graphs. The sizes are those seen before the change."""
     encoder, layouts = build(family), layouts_of(family)
@@ -101,32 +96,6 @@ def test_graphs_follow_the_weights(family, change):
     check(encoder, manager, fresh, layouts)
     if change is not change_the_dtype:  # the change can be seen at all
         assert min(distance(b, make_case(fresh, x).wanted) for b, x in zip(before, layouts, strict=True)) > 0.05
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_made_in_inference_mode(family):
-    """They have no `_version`. Oracle: as above."""
-    with torch.inference_mode():
-        encoder = build(family)
-    assert all(parameter.is_inference() for parameter in encoder.parameters())
-    manager, layouts = manager_of(encoder), layouts_of(family)
-    check(encoder, manager, encoder, layouts)
-    with torch.inference_mode():
-        load(encoder, family)
-    check(encoder, manager, build(family, seed=1), layouts)
-
-
-@pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-4.1V", "Step3-VL"])
-def test_a_plan_of_moved_weights_is_made_again(family):
-    """Planned before the encoder became float64, run afterwards."""
-    encoder, [batch, _] = build(family), layouts_of(family)
-    manager = manager_of(encoder)
-    plan = manager.plan(batch)
-    encoder.double()
-    case = make_case(encoder, batch)
-    outputs = manager.run(case.rows, plan)
-    assert outputs[0].dtype == torch.float64
-    assert distance(outputs, case.wanted) <= TOLERANCE[torch.float64]
 
 
 def test_in_place_changes_capture_nothing_again():
@@ -187,18 +156,3 @@ def test_hooks_of_all_modules_are_called():
             assert len(calls) == 2 * eager > 0
         finally:
             hook.remove()
-
-
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_begin_without_graphs(family, copied):
-    """They follow their own encoder. Oracle: that encoder, changed after the copy, without graphs."""
-    encoder, layouts = build(family), layouts_of(family)
-    manager = manager_of(encoder)
-    check(encoder, manager, encoder, layouts)
-    other = copied(manager)
-    assert manager.captured and not other.captured and other.encoder is not encoder
-    assert other.limits == manager.limits and other.stats() == manager.stats()
-    edit_in_place(other.encoder, family)
-    check(other.encoder, other, other.encoder, layouts)
-    check(encoder, manager, encoder, layouts)
