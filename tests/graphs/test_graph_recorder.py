@@ -1,9 +1,7 @@
 """The trace backend keeps the contract of a CUDA graph: replay equals the function on what the buffers hold now."""
 
 import math
-import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,39 +17,25 @@ READS = {
     "tolist": lambda: X.tolist(),
     "cpu": lambda: X.cpu(),
     "numpy": lambda: X.numpy(),
-    "np.asarray": lambda: np.asarray(X),
-    "np.from_dlpack": lambda: np.from_dlpack(X),
     "float": lambda: float(X[0]),
-    "int": lambda: int(COUNTS.max()),
-    "complex": lambda: complex(X[0]),
     "math.sqrt": lambda: math.sqrt(X[0]),
     "print": lambda: str(X),
-    "format": lambda: f"{X.sum():.2f}",
     "branch": lambda: X if X.sum() > 0 else -X,
-    "any": lambda: any(MASK),
     "is_nonzero": lambda: torch.is_nonzero(ONE),
     "in": lambda: 3 in X,
-    "range": lambda: range(ONE),
     "slice": lambda: X[:ONE],
     "index by a tensor without dimensions": lambda: X[ONE],
-    "size from a tensor": lambda: torch.zeros(int(ONE)),
     "arange of a tensor": lambda: torch.arange(ONE),
     "tensor of tensors": lambda: torch.tensor([X[0], X[1]]),
-    "tensor of a tensor": lambda: torch.tensor(X[0]),
     "equal": lambda: torch.equal(X, X),
-    "allclose": lambda: torch.allclose(X, X),
 }
 SHAPES = {
     "boolean index": lambda: X[MASK],
     "assignment through a mask": lambda: X.clone().__setitem__(MASK, torch.ones(4)),
     "nonzero": lambda: torch.nonzero(X),
-    "where without values": lambda: torch.where(MASK),
-    "argwhere": lambda: torch.argwhere(X),
-    "unique": lambda: torch.unique(X),
     "unique_consecutive": lambda: torch.unique_consecutive(X),
     "masked_select": lambda: X.masked_select(MASK),
     "repeat_interleave": lambda: X.repeat_interleave(COUNTS),
-    "bincount": lambda: torch.bincount(COUNTS),
     "one_hot": lambda: F.one_hot(COUNTS),
 }
 
@@ -100,15 +84,11 @@ def zeroed_where_masked():
     "function",
     [
         lambda: X[COUNTS],
-        lambda: X[None, 1:5:2],
-        lambda: X.masked_fill(MASK, 0),
         lambda: torch.where(MASK, X, -X),
         lambda: X.clone().index_put_((COUNTS,), X),
         zeroed_where_masked,
         lambda: X.split([2, 4])[1] + X[4:].sum(),
         lambda: [row * 2 for row in X.view(2, 3)][1],
-        lambda: X.new_zeros(len(X), X.shape[0]),
-        lambda: X.repeat_interleave(3),
         lambda: X.clamp(max=X[0]),
     ],
 )
@@ -134,13 +114,6 @@ def test_a_refused_capture_leaves_nothing_and_the_graph_is_usable():
     assert X[MASK].tolist() == [3, 4, 5, 6]  # and nothing is refused outside
 
 
-def test_an_error_inside_the_function_leaves_nothing():
-    graph, x = TraceGraph(), torch.ones(3)
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        graph.capture(lambda: x * 2 + torch.ones(2))
-    assert graph.operations == []
-
-
 def test_a_graph_holds_one_capture_and_replays_only_then():
     graph = TraceGraph()
     with pytest.raises(CaptureError, match="replay: nothing has been captured"):
@@ -148,22 +121,6 @@ def test_a_graph_holds_one_capture_and_replays_only_then():
     graph.capture(lambda: X * 2)
     with pytest.raises(CaptureError, match="capture: this graph already has a recording"):
         graph.capture(lambda: X * 2)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_transformers_own_tower_is_refused():
-    """Its attention reads the lengths of the segments back to split its inputs."""
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    config = Qwen2_5_VLVisionConfig(
-        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, fullatt_block_indexes=[0]
-    )
-    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa").eval()
-    patches, grid = torch.randn(32, 1176), torch.tensor([[2, 4, 4]])
-    tower(patches, grid)
-    with pytest.raises(CaptureError, match="reads a value back|has to read a value of its input"):
-        TraceGraph().capture(lambda: tower(patches, grid).pooler_output)
 
 
 # --- replayed ---------------------------------------------------------------------------------------------------------
@@ -253,16 +210,6 @@ def test_in_place_operations_happen_at_every_replay():
     assert counter.item() == 3
 
 
-def test_an_operation_that_writes_in_place_and_returns_something_new():
-    """Batch norm in training: running statistics move and the result is computed again."""
-    x, mean, variance = torch.tensor([[1.0], [3.0]]), torch.zeros(1), torch.ones(1)
-    norm = torch.ops.aten._native_batch_norm_legit.default
-    graph = recorded(lambda: norm(x, None, None, mean, variance, True, 0.5, 0.0)[0])
-    assert (graph.output.tolist(), mean.item()) == ([[-1], [1]], 1)  # halfway from 0 to the batch's 2
-    x.copy_(torch.tensor([[9.0], [7.0]]))
-    assert (graph.replay().tolist(), mean.item()) == ([[1], [-1]], 4.5)  # halfway from 1 to 8
-
-
 def test_views_see_the_new_contents():
     x = torch.arange(6.0)
     graph = recorded(lambda: x.view(2, 3).T)
@@ -280,20 +227,6 @@ def test_a_cast_is_a_view_or_a_copy(dtype):
     x.fill_(5)
     assert graph.replay().tolist() == [5, 5, 5]
     assert len(graph.operations) == (0 if dtype == x.dtype else 1)
-    y = torch.ones(2, 2)
-    graph = recorded(lambda: y.T.reshape(4).contiguous())
-    y.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert graph.replay().tolist() == [1, 3, 2, 4]
-
-
-def test_empty_tensors_are_no_views_of_each_other():
-    """All empty tensors share the null address; what is computed beside them is recorded all the same."""
-    nothing, x = torch.empty(0, 3), torch.ones(2, 3)
-    graph = recorded(lambda: torch._foreach_add([nothing, x], 1)[1])
-    x.fill_(4)
-    poison(graph)
-    assert graph.replay().tolist() == [[5, 5, 5]] * 2
-    assert recorded(lambda: nothing * 2).replay().shape == (0, 3)
 
 
 def test_random_numbers_are_drawn_at_every_replay():
@@ -318,18 +251,6 @@ def test_any_grad_mode_around_capture_and_replay(mode):
     assert torch.equal(graph.replay(), layer(torch.full((1, 2), 3.0)).detach())
 
 
-def test_buffers_are_held_strongly_and_given_back_with_the_graph():
-    """Dropping every other reference leaves the graph usable; dropping the graph frees them."""
-    x = torch.ones(3)
-    alive = weakref.ref(x)
-    graph = recorded(lambda x=x: x + 1)
-    del x
-    assert alive() is not None
-    assert graph.replay().tolist() == [2, 2, 2]
-    del graph
-    assert alive() is None
-
-
 def test_memory_counts_what_is_computed_once_and_no_views():
     """Two results of 4 x 8 float32; neither the view of the first nor the buffer written in place."""
     x, buffer = torch.ones(4, 8), torch.zeros(100)
@@ -347,10 +268,7 @@ def test_memory_counts_what_is_computed_once_and_no_views():
 def test_operations_print_what_they_make():
     x = torch.ones(2, 3)
     graph = recorded(lambda: (x + 1).mul_(2))
-    assert [str(operation) for operation in graph.operations] == [
-        "aten.add.Tensor -> (2, 3)",
-        "aten.mul_.Tensor -> (2, 3), in place",
-    ]
+    assert [*map(str, graph.operations)] == ["aten.add.Tensor -> (2, 3)", "aten.mul_.Tensor -> (2, 3), in place"]
 
 
 def test_an_operation_knows_the_module_that_called_it():

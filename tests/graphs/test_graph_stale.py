@@ -31,20 +31,6 @@ def replays(towers):
     return replay_stale(captured, (rows[BEFORE], tower.plan([BEFORE])), (rows[NOW], tower.plan([NOW])))
 
 
-def test_every_buffer_is_left_stale_once(towers, replays):
-    """Oracle: the fields of the tower's metadata."""
-    names = {
-        "pixel_values",
-        "cu_seqlens",
-        "cu_window_seqlens",
-        "window_index",
-        "reverse_index",
-        "positions",
-        "frequencies",
-    }
-    assert set(replays) == {"", *names} == {"", *towers[1].buffers}
-
-
 def test_with_everything_refilled_it_is_the_eager_tower(towers, replays):
     tower, _, rows = towers
     with torch.inference_mode():
@@ -55,6 +41,7 @@ def test_with_everything_refilled_it_is_the_eager_tower(towers, replays):
 
 def test_a_stale_replay_is_the_graph_on_those_buffers(towers, replays):
     tower, captured, rows = towers
+    assert set(replays) == {"", *captured.buffers}
     for name in captured.buffers:
         captured.fill(rows[BEFORE], tower.plan([BEFORE]))
         left = captured.buffers[name].clone()
@@ -74,10 +61,3 @@ def test_an_error_begins_where_the_buffer_is_read(towers, replays):
         assert not any(replays[name].errors[:first]) and any(replays[name].errors) == (name not in CONSTANT), name
         error = (replays[name].outputs - right).norm() / right.norm()
         assert replays[name].errors[-1] == pytest.approx(float(error))
-
-
-def test_graphs_of_a_device_cannot_be_looked_into(towers):
-    _, captured, _ = towers
-    other = CapturedBudget(object(), captured.pixel_values, captured.metadata, captured.output)
-    with pytest.raises(TypeError, match="captured: expected a recording of the trace backend, got object"):
-        replay_stale(other, (), ())
