@@ -15,6 +15,7 @@ import ctypes
 import dis
 import functools
 import html
+import inspect
 import json
 import os
 import re
@@ -110,16 +111,20 @@ class Verdict:
         return said + self.picture + hints * (self.status != "right")
 
 
-def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -> Callable:
+def exercise(ask: Callable[[Callable], list[Said]] | None = None) -> Callable:
     """Decorate a check, which returns a line of praise or raises `Wrong`, so that it returns a `Verdict`.
 
-    hints: from a nudge to nearly the solution. ask: asks a small model that runs with the reader's function.
+    The check's docstring says what the function has to do, then gives hints, from a nudge to nearly the solution.
+    ask: asks a small model that runs with the reader's function.
     """
 
     def decorate(check: Callable[[Callable], str]) -> Callable[[Callable], Verdict]:
+        wanted, _, listed = str(inspect.getdoc(check)).partition("\n\n")
+        hints = [" ".join(hint.split()) for hint in re.split("^- ", listed, flags=re.M)[1:]]
+
         @functools.wraps(check)
         def judged(function: Callable) -> Verdict:
-            verdict = replace(_judge(check, ask, function), hints=hints)
+            verdict = replace(_judge(check, ask, function), hints=tuple(hints))
             with contextlib.suppress(OSError):  # if the folder cannot be written, nothing is recorded
                 if verdict.status == "right":
                     DONE.mkdir(exist_ok=True)
@@ -128,6 +133,7 @@ def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -
                     (DONE / check.__name__).unlink(missing_ok=True)
             return verdict
 
+        judged.__doc__ = wanted  # `help` gives no hint away
         return judged
 
     return decorate
@@ -358,10 +364,19 @@ def plant_fault(vlm: refvl.VLM, number: int) -> None:
         text.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0], args[1][[0, 2, 1]]))
 
 
-def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
-    """Compare both functions on each case, the reader's on copied arguments; results: the names of a tuple's parts."""
+def _run(
+    function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = (), given: str = ""
+) -> str:
+    """Compare both functions on each case, the reader's on copied arguments.
+
+    results: the names of a tuple's parts. given: a name of the first argument, if it must not change.
+    """
     for case, arguments in cases.items():
-        _check(case, function(*deepcopy(arguments)), ours(*arguments), results)
+        own = deepcopy(arguments)
+        _check(case, function(*own), ours(*arguments), results)
+        if given:
+            first, unchanged = torch.as_tensor(own[0]), torch.as_tensor(arguments[0])
+            _check(f"{case}: {given} changed in place", first, unchanged)
     return f"in {len(cases)} cases"
 
 
@@ -412,15 +427,27 @@ def _first_difference(got, want: Tensor) -> str | None:
     return f"{where}should be {want[place].item()}, got {got[place].item()}"
 
 
+def _asked_with(model: refvl.VLM, requests: Sequence, stage: str, change: Callable, **options) -> list[Said]:
+    """Ask each request with one stage's result replaced; change: the request's arguments -> a function of the result.
+
+    options: further arguments of `trace`.
+    """
+    said = []
+    for request in requests:
+        given = request.arguments | {"max_new_tokens": 16} | options
+        said.append(model.trace(**given, replace={stage: change(given)}).text)
+    return _paired(requests, said)
+
+
 def _asked_at(positions_of: Callable, kind: str, **options) -> list[Said]:
     """Ask a model four questions with its tokens at `positions_of(run)`; run: the trace with its own positions."""
-    model, said = _tiny("qwen2_5_vl"), []
-    for request in requests_for(kind, 4, split="demo"):
-        given = request.arguments | {"max_new_tokens": 16} | options
+    model = _tiny("qwen2_5_vl")
+
+    def moved(given: dict) -> Callable:
         positions = positions_of(model.trace(**given))
-        text = model.trace(**given, replace={"positions": lambda _, changed=positions: changed}).text
-        said.append((request.question.text, text, request.question.answer))
-    return said
+        return lambda _: positions
+
+    return _asked_with(model, requests_for(kind, 4, split="demo"), "positions", moved, **options)
 
 
 def _ask_grid_positions(function: Callable) -> list[Said]:
@@ -433,25 +460,26 @@ def _ask_grid_positions(function: Callable) -> list[Said]:
     return _asked_at(positions_of, "place")
 
 
-@exercise(
-    "Three lists of t * h * w numbers: which changes slowest, which fastest?",
-    'torch.meshgrid of three ranges, flattened; ask for indexing="ij", or rows and columns are swapped.',
-    "Time is truncated after the multiplication: (torch.arange(t, dtype=torch.float64) * t_factor).long().",
-    ask=_ask_grid_positions,
-)
+@exercise(_ask_grid_positions)
 def check_grid_positions(function: Callable) -> str:
-    """`function(t, h, w, t_factor) -> (3, t*h*w)`: time (scaled, truncated), row and column of every merged token."""
+    """`function(t, h, w, t_factor) -> (3, t*h*w)`: time (scaled, truncated), row and column of every merged token.
+
+    - Three lists of t * h * w numbers: which changes slowest, which fastest?
+    - torch.meshgrid of three ranges, flattened; ask for indexing="ij", or rows and columns are swapped.
+    - Time is truncated after the multiplication: (torch.arange(t, dtype=torch.float64) * t_factor).long().
+    """
     cases = [(1, 2, 3, 1.0), (1, 3, 2, 1.0), (3, 2, 2, 2.0), (4, 1, 2, 1.4), (5, 2, 1, 0.5)]
     return _run(function, grid_positions, _named("t={}, h={}, w={}, t_factor={}", cases))
 
 
-@exercise(
-    "Walk from span to span, and keep one number: the position of the next token.",
-    "Text advances by one on all three axes; an item gets its grid (`span.grid_positions()`) plus that number.",
-    "After an item, the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
-)
+@exercise()
 def check_mrope_positions(function: Callable) -> str:
-    """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
+    """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt.
+
+    - Walk from span to span, and keep one number: the position of the next token.
+    - Text advances by one on all three axes; an item gets its grid (`span.grid_positions()`) plus that number.
+    - After an item, the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.
+    """
     cases = {
         "text alone": (5, []),
         "a wide image": (12, [MediaSpan(2, 1, 2, 4)]),
@@ -483,25 +511,26 @@ def _ask_mrope_axes(function: Callable) -> list[Said]:
     return _paired(requests, said)
 
 
-@exercise(
-    "Begin with every pair at t, then reassign pairs to h and to w.",
-    "h takes the pairs 1, 4, 7, ...; w takes 2, 5, 8, ...",
-    "h ends before 3 * section[1] and w before 3 * section[2]; all later pairs stay with t.",
-    ask=_ask_mrope_axes,
-)
+@exercise(_ask_mrope_axes)
 def check_mrope_axes(function: Callable) -> str:
-    """`function(section) -> (pairs,)`: 0, 1 or 2 for each rotary pair, interleaved."""
+    """`function(section) -> (pairs,)`: 0, 1 or 2 for each rotary pair, interleaved.
+
+    - Begin with every pair at t, then reassign pairs to h and to w.
+    - h takes the pairs 1, 4, 7, ...; w takes 2, 5, 8, ...
+    - h ends before 3 * section[1] and w before 3 * section[2]; all later pairs stay with t.
+    """
     cases = _named("section={}", [([24, 20, 20],), ([11, 11, 10],), ([6, 5, 5],), ([4, 1, 2],), ([3, 0, 1],)])
     return _run(function, partial(mrope_axis_of_pairs, interleaved=True), cases)
 
 
-@exercise(
-    "Two frames make a step. What happens to the last frame if their number is odd?",
-    "Repeat the last timestamp first; then zip(timestamps[::2], timestamps[1::2]) goes through the pairs.",
-    'f"<{(one + other) / 2:.1f} seconds><|vision_start|>" + tokens * "<|video_pad|>" + "<|vision_end|>"',
-)
+@exercise()
 def check_video_steps(function: Callable) -> str:
-    """`function(timestamps, tokens) -> list` of texts, one for every two frames."""
+    """`function(timestamps, tokens) -> list` of texts, one for every two frames.
+
+    - Two frames make a step. What happens to the last frame if their number is odd?
+    - Repeat the last timestamp first; then zip(timestamps[::2], timestamps[1::2]) goes through the pairs.
+    - f"<{(one + other) / 2:.1f} seconds><|vision_start|>" + tokens * "<|video_pad|>" + "<|vision_end|>"
+    """
 
     def ours(timestamps: list[float], tokens: int) -> list[str]:
         step = f"<|vision_start|>{tokens * '<|video_pad|>'}<|vision_end|>"
@@ -511,13 +540,14 @@ def check_video_steps(function: Callable) -> str:
     return _run(function, ours, _named("timestamps={}, tokens={}", cases))
 
 
-@exercise(
-    "Three steps: score every token, count how many are kept, and choose which.",
-    "The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) are kept.",
-    "Equal scores go to the earlier token: sort with stable=True, descending=True.",
-)
+@exercise()
 def check_retention_mask(function: Callable) -> str:
-    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: True for the tokens of a video that EVS keeps."""
+    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: True for the tokens of a video that EVS keeps.
+
+    - Three steps: score every token, count how many are kept, and choose which.
+    - The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) are kept.
+    - Equal scores go to the earlier token: sort with stable=True, descending=True.
+    """
     moving = torch.randn(4 * 6, 8, generator=torch.Generator().manual_seed(0))
     still = torch.eye(6).repeat(4, 1)  # unit vectors: their cosine is exactly 1, however it is computed
     cases = {
@@ -534,14 +564,14 @@ def _ask_restrict_positions(function: Callable) -> list[Said]:
     return _asked_at(lambda run: function(run.full_positions, run.keep)[0], "motion", pruning_rate=0.5)
 
 
-@exercise(
-    "Which positions do the kept tokens have in the whole prompt? They keep these positions.",
-    "positions[:, keep] is the first result. With delta, the next token gets its position.",
-    "delta = the largest kept position + 1 - the number of kept tokens.",
-    ask=_ask_restrict_positions,
-)
+@exercise(_ask_restrict_positions)
 def check_restrict_positions(function: Callable) -> str:
-    """`function(positions (3, L), keep (L,)) -> (positions (3, K), delta)`: the layout of a pruned prompt."""
+    """`function(positions (3, L), keep (L,)) -> (positions (3, K), delta)`: the layout of a pruned prompt.
+
+    - Which positions do the kept tokens have in the whole prompt? They keep these positions.
+    - positions[:, keep] is the first result. With delta, the next token gets its position.
+    - delta = the largest kept position + 1 - the number of kept tokens.
+    """
     positions, _ = get_mrope_input_positions(30, [MediaSpan(3, 5, 2, 2, 2.0)])
     pruned = {
         "nothing pruned": [],
@@ -553,13 +583,14 @@ def check_restrict_positions(function: Callable) -> str:
     return _run(function, restrict_positions, cases, POSITIONS)
 
 
-@exercise(
-    "Count in blocks of 28 x 28 pixels, and check the area only after both sides are rounded.",
-    "Above max_pixels, both sides shrink by sqrt(max_pixels / (height * width)) and are rounded down, to at least 1.",
-    "Below min_pixels, they grow by sqrt(min_pixels / (height * width)) and are rounded up. Return rows * columns.",
-)
+@exercise()
 def check_count_tokens(function: Callable) -> str:
-    """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
+    """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`.
+
+    - Count in blocks of 28 x 28 pixels, and check the area only after both sides are rounded.
+    - Above max_pixels, both sides shrink by sqrt(max_pixels / (height * width)) and are rounded down, to at least 1.
+    - Below min_pixels, they grow by sqrt(min_pixels / (height * width)) and are rounded up. Return rows * columns.
+    """
     sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
     cases = _named("tokens of {} x {} pixels (height x width)", sizes)
     return _run(function, partial(count_tokens, config=PatchConfig()), cases)
@@ -574,31 +605,29 @@ def _ask_merge_embeddings(function: Callable) -> list[Said]:
     return [("What color is the circle?", text, run.text) for text, run in zip(said, runs, strict=True)]
 
 
-@exercise(
-    "The function must not change its arguments.",
-    "Copy the text embeddings first, then write into the copy.",
-    "merged = text_embeds.clone(); span.offset and span.num_tokens define the rows that an item replaces.",
-    ask=_ask_merge_embeddings,
-)
+@exercise(_ask_merge_embeddings)
 def check_merge_embeddings(function: Callable) -> str:
-    """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the given text embeddings must not change."""
-    text = torch.arange(20.0).view(10, 2)
-    cases = {
+    """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the given text embeddings must not change.
+
+    - The function must not change its arguments.
+    - Copy the text embeddings first, then write into the copy.
+    - merged = text_embeds.clone(); span.offset and span.num_tokens define the rows that an item replaces.
+    """
+    spans_of = {
         "text alone": [],
         "one image": [MediaSpan(2, 1, 2, 2)],
         "two images": [MediaSpan(1, 1, 1, 2), MediaSpan(5, 1, 2, 2)],
         "the second item comes first": [MediaSpan(6, 1, 1, 3), MediaSpan(0, 2, 1, 1)],
     }
-    for case, spans in cases.items():
+    cases = {}
+    for case, spans in spans_of.items():
         media = [-torch.arange(1.0, 2 * span.num_tokens + 1).view(-1, 2) - 100 * i for i, span in enumerate(spans)]
-        given = text.clone()
-        _check(case, function(given, spans, media), merge_embeddings(text, spans, media))
-        _check(f"{case}: the text embeddings were changed in place", given, text)
-    return f"in {len(cases)} cases"
+        cases[case] = torch.arange(20.0).view(10, 2), spans, media
+    return _run(function, merge_embeddings, cases, given="the text embeddings were")
 
 
 def _ask_patch_rows(function: Callable) -> list[Said]:
-    model, said = _tiny("qwen2_5_vl"), []
+    model = _tiny("qwen2_5_vl")
     config = model.processor.image_config
     numbered = torch.arange(2.0 * 3 * scenes.SIDE**2).view(2, 3, scenes.SIDE, scenes.SIDE)  # both frames of an image
     ours, theirs = (cut(numbered, config).flatten().long() for cut in (lambda *given: patch_rows(*given)[0], function))
@@ -609,20 +638,17 @@ def _ask_patch_rows(function: Callable) -> list[Said]:
         pixels[ours] = rows.flatten()
         return [pixels[theirs].view(rows.shape)]
 
-    for request in requests_for("color", 8, split="demo"):
-        text = model.trace(**request.arguments, max_new_tokens=16, replace={"patchify": cut_again}).text
-        said.append((request.question.text, text, request.question.answer))
-    return said
+    return _asked_with(model, requests_for("color", 8, split="demo"), "patchify", lambda _: cut_again)
 
 
-@exercise(
-    "The last axis of an image is its width: in a row of numbers, it changes fastest.",
-    "Split each axis: T into (t, Tp), H into (rows, m, P), W into (columns, m, P); then permute.",
-    "The order is t, block row, block column, row and column in the block, then channel, Tp, y, x.",
-    ask=_ask_patch_rows,
-)
+@exercise(_ask_patch_rows)
 def check_patch_rows(function: Callable) -> str:
-    """`function(pixels (T, C, H, W), config) -> (N, C*Tp*P*P)` in merge-block order; T is a multiple of Tp."""
+    """`function(pixels (T, C, H, W), config) -> (N, C*Tp*P*P)` in merge-block order; T is a multiple of Tp.
+
+    - The last axis of an image is its width: in a row of numbers, it changes fastest.
+    - Split each axis: T into (t, Tp), H into (rows, m, P), W into (columns, m, P); then permute.
+    - The order is t, block row, block column, row and column in the block, then channel, Tp, y, x.
+    """
     cases = {
         "one block": ((2, 3, 28, 28), PatchConfig()),
         "one row of blocks": ((2, 3, 28, 84), PatchConfig()),
@@ -634,13 +660,14 @@ def check_patch_rows(function: Callable) -> str:
     return _run(function, lambda pixels, config: patch_rows(pixels, config)[0], counted)
 
 
-@exercise(
-    "Number the tokens in reading order as (h, w), and cut windows out of that.",
-    "Windows go row by row, and so do the tokens inside each window; windows at the edge are smaller.",
-    "For top and left in steps of side: tokens[top : top + side, left : left + side].flatten().",
-)
+@exercise()
 def check_window_index(function: Callable) -> str:
-    """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens."""
+    """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens.
+
+    - Number the tokens in reading order as (h, w), and cut windows out of that.
+    - Windows go row by row, and so do the tokens inside each window; windows at the edge are smaller.
+    - For top and left in steps of side: tokens[top : top + side, left : left + side].flatten().
+    """
 
     def ours(h: int, w: int, side: int) -> Tensor:
         return get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)[0]
@@ -649,13 +676,14 @@ def check_window_index(function: Callable) -> str:
     return _run(function, ours, _named("h={}, w={}, side={}", cases))
 
 
-@exercise(
-    "Cut queries, keys and values at the borders, and attend within each part.",
-    "Scores are q @ k over the root of K, for each head; a softmax over the keys gives the weights of the values.",
-    'For each part: torch.einsum("qhk,nhk->hqn", q, k) / K**0.5, softmax(-1), einsum with v; then torch.cat.',
-)
+@exercise()
 def check_segment_attention(function: Callable) -> str:
-    """`function(q, k, v, cu_seqlens) -> (N, H, K)`: every patch attends to its segment, as the tower's layers do."""
+    """`function(q, k, v, cu_seqlens) -> (N, H, K)`: every patch attends to its segment, as the tower's layers do.
+
+    - Cut queries, keys and values at the borders, and attend within each part.
+    - Scores are q @ k over the root of K, for each head; a softmax over the keys gives the weights of the values.
+    - For each part: torch.einsum("qhk,nhk->hqn", q, k) / K**0.5, softmax(-1), einsum with v; then torch.cat.
+    """
     cases = {}
     for case, borders in {
         "one segment": [0, 6],
@@ -684,14 +712,14 @@ def _ask_rms_norm(function: Callable) -> list[Said]:
     return _asked(model, requests)
 
 
-@exercise(
-    "Each patch is divided by the root of its own mean square. What happens to the result?",
-    "Each number is multiplied by its weight, as it is in Qwen's files.",
-    "x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight",
-    ask=_ask_rms_norm,
-)
+@exercise(_ask_rms_norm)
 def check_rms_norm(function: Callable) -> str:
-    """`function(x (N, D), weight (D,), eps) -> (N, D)`: each patch divided by the root of its mean square."""
+    """`function(x (N, D), weight (D,), eps) -> (N, D)`: each patch divided by the root of its mean square.
+
+    - Each patch is divided by the root of its own mean square. What happens to the result?
+    - Each number is multiplied by its weight, as it is in Qwen's files.
+    - x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    """
     generator = torch.Generator().manual_seed(0)
     x, weight = 10 * torch.randn(5, 8, generator=generator), torch.rand(8, generator=generator)
     cases = {
@@ -703,13 +731,14 @@ def check_rms_norm(function: Callable) -> str:
     return _run(function, lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps), cases)
 
 
-@exercise(
-    "Which cell of an S x S square does the centre of patch row i of h fall into?",
-    "int((i + 0.5) / h * S), and likewise for columns; row * S + column is the index in the table.",
-    "Then the order: (h, w) -> (h / 2, 2, w / 2, 2), with the two middle axes swapped.",
-)
+@exercise()
 def check_read_table(function: Callable) -> str:
-    """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
+    """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2).
+
+    - Which cell of an S x S square does the centre of patch row i of h fall into?
+    - int((i + 0.5) / h * S), and likewise for columns; row * S + column is the index in the table.
+    - Then the order: (h, w) -> (h / 2, 2, w / 2, 2), with the two middle axes swapped.
+    """
 
     def ours(table: Tensor, h: int, w: int) -> Tensor:
         return interpolate_position_table(table, [(1, h, w)], mode="nearest")
@@ -735,14 +764,14 @@ def _ask_frame_sample(function: Callable) -> list[Said]:
     return _paired(asked, said)
 
 
-@exercise(
-    "A timestamp belongs to a step of two frames, not to a frame.",
-    "Frames 0 and 1 are the first step, frames 2 and 3 the second: every other frame has the time of a step.",
-    "[int(index / fps) for index in indices[::2]]",
-    ask=_ask_frame_sample,
-)
+@exercise(_ask_frame_sample)
 def check_frame_sample(function: Callable) -> str:
-    """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps."""
+    """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps.
+
+    - A timestamp belongs to a step of two frames, not to a frame.
+    - Frames 0 and 1 are the first step, frames 2 and 3 the second: every other frame has the time of a step.
+    - [int(index / fps) for index in indices[::2]]
+    """
 
     def ours(fps: float, total: int, duration: float) -> tuple[list, list]:
         sample = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
@@ -770,14 +799,14 @@ def _ask_replay(function: Callable) -> list[Said]:
         return _asked_about_circles(model, runs, function(graph.operations, box, output, rows))
 
 
-@exercise(
-    "The recording reads the memory of `buffer` and writes to that of `output`. Which line here writes to either?",
-    "buffer.copy_(x); then call every operation again, and copy each result into that operation's output.",
-    "Treat a single result as a tuple of one. Keep output.clone(), because the next input overwrites `output`.",
-    ask=_ask_replay,
-)
+@exercise(_ask_replay)
 def check_replay(function: Callable) -> str:
-    """`function(operations, buffer, output, inputs) -> list`: the result of a recording for each input."""
+    """`function(operations, buffer, output, inputs) -> list`: the result of a recording for each input.
+
+    - The recording reads the memory of `buffer` and writes to that of `output`. Which line here writes to either?
+    - buffer.copy_(x); then call every operation again, and copy each result into that operation's output.
+    - Treat a single result as a tuple of one. Keep output.clone(), because the next input overwrites `output`.
+    """
     cases = {
         "two operations": lambda x: x * 2 + 1,
         "an operation with two results": lambda x: torch.add(*x.sort()),
@@ -791,13 +820,14 @@ def check_replay(function: Callable) -> str:
     return f"in {len(cases)} cases"
 
 
-@exercise(
-    "Four steps: pad thin images, limit the long side, choose the window, count windows per side.",
-    "Below 728 px on the long side, there is a window only above a ratio of 1.5, and its side is the short side.",
-    "Per side: side // window, plus one if side / window - side // window > 0.2, and at least 1.",
-)
+@exercise()
 def check_crop_layout(function: Callable) -> str:
-    """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any."""
+    """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any.
+
+    - Four steps: pad thin images, limit the long side, choose the window, count windows per side.
+    - Below 728 px on the long side, there is a window only above a ratio of 1.5, and its side is the short side.
+    - Per side: side // window, plus one if side / window - side // window > 0.2, and at least 1.
+    """
     sizes = [
         (100, 100), (727, 727), (728, 728), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
         (1920, 1080), (4000, 3000), (800, 400), (300, 2000), (31, 124), (31, 200),
@@ -805,13 +835,14 @@ def check_crop_layout(function: Callable) -> str:
     return _run(function, lambda width, height: plan_crops(width, height).layout, _named(PICTURE, sizes))
 
 
-@exercise(
-    "sorted(range(n), key=lambda i: -sizes[i]) is stable: equal sizes keep their order.",
-    "Keep one list of items and one sum per rank; the next item goes to the rank with the smallest sum.",
-    "order is the concatenation of the ranks' lists, counts are their lengths, and loads are their sums.",
-)
+@exercise()
 def check_load_balance(function: Callable) -> str:
-    """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank."""
+    """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank.
+
+    - sorted(range(n), key=lambda i: -sizes[i]) is stable: equal sizes keep their order.
+    - Keep one list of items and one sum per rank; the next item goes to the rank with the smallest sum.
+    - order is the concatenation of the ranks' lists, counts are their lengths, and loads are their sums.
+    """
     cases = [
         ([1000, 100, 200, 50], 2),
         ([3, 3, 3, 3, 3], 3),
@@ -833,14 +864,14 @@ def _ask_restore_order(function: Callable) -> list[Said]:
     return _asked_about_circles(model, runs, function(gathered, tokens, order, counts))
 
 
-@exercise(
-    "`order` contains the item of each piece, in the order of the pieces.",
-    "Every rank has len(gathered) / len(counts) rows; only the first rows, as many as its items have tokens, are real.",
-    "Store piece k at embeds[order[k]], and return embeds in the order 0, 1, 2, ...",
-    ask=_ask_restore_order,
-)
+@exercise(_ask_restore_order)
 def check_restore_order(function: Callable) -> str:
-    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D) in the caller's order."""
+    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D) in the caller's order.
+
+    - `order` contains the item of each piece, in the order of the pieces.
+    - Every rank has len(gathered) / len(counts) rows; only the first rows, as many as its items have tokens, are real.
+    - Store piece k at embeds[order[k]], and return embeds in the order 0, 1, 2, ...
+    """
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
     named: dict[str, Sequence] = {}
     for tokens, num_gpus in cases:
@@ -853,13 +884,14 @@ def check_restore_order(function: Callable) -> str:
     return _run(function, restore_order, named)
 
 
-@exercise(
-    "There is a key and a value per layer and per key-value head.",
-    "If head_dim is missing or None, it is hidden_size // num_attention_heads.",
-    "2 * layers * key-value heads * head_dim * torch.finfo(dtype).bits // 8.",
-)
+@exercise()
 def check_cache_bytes(function: Callable) -> str:
-    """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
+    """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None.
+
+    - There is a key and a value per layer and per key-value head.
+    - If head_dim is missing or None, it is hidden_size // num_attention_heads.
+    - 2 * layers * key-value heads * head_dim * torch.finfo(dtype).bits // 8.
+    """
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
     values = [(28, 4, None, 3584, 28), (40, 2, 128, 4096, 32), (61, 1, 256, 7168, 64), (1, 1, None, 64, 4)]
     configs = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in values]
@@ -867,13 +899,14 @@ def check_cache_bytes(function: Callable) -> str:
     return _run(function, kv_cache_bytes_per_token, _named("{}, {}", cases))
 
 
-@exercise(
-    "How many slices? Divide the area by 448 x 448 px and round up, to at most nine. If that is one: None.",
-    "Try that number, one less and one more (2 to 9), and all ways to write each as columns * rows.",
-    "In the best grid, columns / rows is nearest to width / height, compared as logarithms.",
-)
+@exercise()
 def check_slice_grid(function: Callable) -> str:
-    """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9."""
+    """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9.
+
+    - How many slices? Divide the area by 448 x 448 px and round up, to at most nine. If that is one: None.
+    - Try that number, one less and one more (2 to 9), and all ways to write each as columns * rows.
+    - In the best grid, columns / rows is nearest to width / height, compared as logarithms.
+    """
     sizes = [
         (448, 448), (300, 600), (449, 448), (640, 480), (480, 640), (800, 300), (1280, 720), (1920, 1080), (1080, 1920),
         (4000, 3000), (4000, 400), (200, 3000), (1000, 1000),
@@ -881,14 +914,15 @@ def check_slice_grid(function: Callable) -> str:
     return _run(function, partial(slice_grid, config=SliceConfig()), _named(PICTURE, sizes))
 
 
-@exercise(
-    "The same queries read every set, so there is one result per set, one after another.",
-    "k.split(patches_per_set) gives the keys of each set, and likewise the values.",
-    "softmax(q k / sqrt(K)) over the patches of the set, then its product with the values, head by head.",
-)
+@exercise()
 def check_read_sets(function: Callable) -> str:
     """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
-    the patches of each set, which are concatenated."""
+    the patches of each set, which are concatenated.
+
+    - The same queries read every set, so there is one result per set, one after another.
+    - k.split(patches_per_set) gives the keys of each set, and likewise the values.
+    - softmax(q k / sqrt(K)) over the patches of the set, then its product with the values, head by head.
+    """
 
     def ours(q: Tensor, k: Tensor, v: Tensor, patches: list[int]) -> Tensor:
         cu_k = torch.tensor([0, *patches]).cumsum(0)
@@ -914,14 +948,14 @@ def _ask_run_batches(function: Callable) -> list[Said]:
     return _asked_about_circles(model, runs, function(lambda rows: rows, [run.embeds[0] for run in runs], batches))
 
 
-@exercise(
-    "A graph of 8 accepts exactly 8 rows. What do you add to a batch of 5?",
-    "A batch's `indices` are its items, in the order of its rows. Store each result under its index.",
-    "Each replay writes to the same memory: clone, cut the padding off, split, and sort by index.",
-    ask=_ask_run_batches,
-)
+@exercise(_ask_run_batches)
 def check_run_batches(function: Callable) -> str:
-    """`function(replay, items, batches) -> list`: the result for each item, in the order of arrival."""
+    """`function(replay, items, batches) -> list`: the result for each item, in the order of arrival.
+
+    - A graph of 8 accepts exactly 8 rows. What do you add to a batch of 5?
+    - A batch's `indices` are its items, in the order of its rows. Store each result under its index.
+    - Each replay writes to the same memory: clone, cut the padding off, split, and sort by index.
+    """
     cases = {
         "one batch that is full": ([3, 5], [Batch((0, 1), 8)]),
         "one with padding": ([3, 2], [Batch((0, 1), 8)]),
@@ -965,15 +999,15 @@ def _ask_join_order(function: Callable) -> list[Said]:
     return list(zip(questions, said, truths, strict=True))
 
 
-@exercise(
-    "With one image, nothing has to move. With two, what has to be between their crops?",
-    "Number the rows as they come: the crops of image 0, of image 1, ..., then the overviews, 0, 1, ...",
-    "Image i takes the next counts[i] * crop_tokens rows of the first kind, then the next image_tokens of the second.",
-    ask=_ask_join_order,
-)
+@exercise(_ask_join_order)
 def check_join_order(function: Callable) -> str:
     """`function(counts, crop_tokens, image_tokens) -> (M,)` int64: for each row of the result, image by image, crops
-    before the overview, where it is in a tensor with all crops first."""
+    before the overview, where it is in a tensor with all crops first.
+
+    - With one image, nothing has to move. With two, what has to be between their crops?
+    - Number the rows as they come: the crops of image 0, of image 1, ..., then the overviews, 0, 1, ...
+    - Image i takes the next counts[i] * crop_tokens rows of the first kind, then the next image_tokens of the second.
+    """
 
     def ours(counts: list[int], crop_tokens: int, image_tokens: int) -> Tensor:
         crops = torch.arange(sum(counts) * crop_tokens).split([n * crop_tokens for n in counts])
@@ -985,42 +1019,39 @@ def check_join_order(function: Callable) -> str:
 
 
 def _ask_slice_boxes(function: Callable) -> list[Said]:
-    model, requests, said = _tiny("minicpmv-4_5"), requests_for("place", 4, split="demo"), []
+    model = _tiny("minicpmv-4_5")
     config = model.processor.image_config
-    for request in requests:
-        image = load_image(request.arguments["images"][0])
+
+    def cut_again(given: dict) -> Callable:
+        image = load_image(given["images"][0])
         plan = plan_slices(*image.size, config)
         (columns, rows), (width, height) = plan.grid, plan.cell
         enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
         overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
         parts = [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
-        cut = torch.cat(
-            [slice_rows(torch.from_numpy(np.array(part)).permute(2, 0, 1), plan.patch_size) for part in parts]
-        )
-        pixels = Levels(cut.unflatten(1, (3, 1, -1)), level_table(config)).normalize()
-        run = model.trace(
-            **request.arguments, max_new_tokens=16, replace={"patchify": lambda _, pixels=pixels: [pixels]}
-        )
-        said.append(run.text)
-    return _paired(requests, said)
+        pixels = [torch.from_numpy(np.array(part)).permute(2, 0, 1) for part in parts]
+        cut = torch.cat([slice_rows(part, plan.patch_size) for part in pixels])
+        normalized = Levels(cut.unflatten(1, (3, 1, -1)), level_table(config)).normalize()
+        return lambda _: [normalized]
+
+    return _asked_with(model, requests_for("place", 4, split="demo"), "patchify", cut_again)
 
 
-@exercise(
-    "Read the slices as you read a page: does the row or the column change faster?",
-    "Pillow's boxes begin with x, and x grows with the column.",
-    "for r in range(rows), for c in range(columns): (c * width, r * height, (c + 1) * width, (r + 1) * height).",
-    ask=_ask_slice_boxes,
-)
+@exercise(_ask_slice_boxes)
 def check_slice_boxes(function: Callable) -> str:
-    """`function(columns, rows, width, height) -> list` of (left, top, right, bottom), row by row; sizes of a slice."""
+    """`function(columns, rows, width, height) -> list` of (left, top, right, bottom), row by row; sizes of a slice.
+
+    - Read the slices as you read a page: does the row or the column change faster?
+    - Pillow's boxes begin with x, and x grows with the column.
+    - for r in range(rows), for c in range(columns): (c * width, r * height, (c + 1) * width, (r + 1) * height).
+    """
     cases = {
         (2, 1, 4, 3): [(0, 0, 4, 3), (4, 0, 8, 3)],
         (2, 2, 4, 3): [(0, 0, 4, 3), (4, 0, 8, 3), (0, 3, 4, 6), (4, 3, 8, 6)],
         (1, 3, 2, 2): [(0, 0, 2, 2), (0, 2, 2, 4), (0, 4, 2, 6)],
     }
-    for case, boxes in cases.items():
-        _check("columns={}, rows={}, width={}, height={}".format(*case), function(*case), boxes)
-    return f"in {len(cases)} cases"
+    named = _named("columns={}, rows={}, width={}, height={}", cases)
+    return _run(function, lambda *case: cases[case], named)
 
 
 def _ask_rgb_frame(function: Callable) -> list[Said]:
@@ -1030,30 +1061,32 @@ def _ask_rgb_frame(function: Callable) -> list[Said]:
     return [(question.text, text, question.answer) for text, (question, _) in zip(said, asked, strict=True)]
 
 
-@exercise(
-    "A red object is called blue: which axis of the array is reversed?",
-    "OpenCV's frames are (H, W, 3) with the channels blue, green, red. Height and width are correct.",
-    "frame[..., ::-1] is a view with a negative stride, which torch rejects: copy it.",
-    ask=_ask_rgb_frame,
-)
+@exercise(_ask_rgb_frame)
 def check_rgb_frame(function: Callable) -> str:
-    """`function(frame (H, W, 3) uint8, blue first) -> (H, W, 3) uint8, red first`; the given frame must not change."""
-    cases = {"a pixel": (1, 1), "a frame": (2, 3), "a square": (3, 3)}
-    for case, (height, width) in cases.items():
-        frame = np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
-        given = frame.copy()
-        _check(case, torch.as_tensor(function(given)), torch.tensor(frame[..., ::-1].copy()))
-        _check(f"{case}: the frame was changed in place", torch.tensor(given), torch.tensor(frame))
-    return f"in {len(cases)} cases"
+    """`function(frame (H, W, 3) uint8, blue first) -> (H, W, 3) uint8, red first`; the given frame must not change.
+
+    - A red object is called blue: which axis of the array is reversed?
+    - OpenCV's frames are (H, W, 3) with the channels blue, green, red. Height and width are correct.
+    - frame[..., ::-1] is a view with a negative stride, which torch rejects: copy it.
+    """
+    sizes = {"a pixel": (1, 1), "a frame": (2, 3), "a square": (3, 3)}
+    frames = {case: np.arange(h * w * 3, dtype=np.uint8).reshape(h, w, 3) for case, (h, w) in sizes.items()}
+    return _run(
+        lambda frame: torch.as_tensor(function(frame)),
+        lambda frame: torch.tensor(frame[..., ::-1].copy()),
+        {case: (frame,) for case, frame in frames.items()},
+        given="the frame was",
+    )
 
 
-@exercise(
-    "A power law is a straight line on logarithmic axes, and its exponent is the slope.",
-    "Small sizes pay a fixed cost, which bends the line: use only the four largest.",
-    "Fit by least squares, with x = log(size) and y = log(seconds): sum((x - mean x) * y) / sum((x - mean x)^2).",
-)
+@exercise()
 def check_exponent(function: Callable) -> str:
-    """`function(sizes, seconds) -> float`: the slope through the four largest sizes, on logarithmic axes."""
+    """`function(sizes, seconds) -> float`: the slope through the four largest sizes, on logarithmic axes.
+
+    - A power law is a straight line on logarithmic axes, and its exponent is the slope.
+    - Small sizes pay a fixed cost, which bends the line: use only the four largest.
+    - Fit by least squares, with x = log(size) and y = log(seconds): sum((x - mean x) * y) / sum((x - mean x)^2).
+    """
 
     def ours(sizes: list[float], seconds: list[float]) -> Tensor:
         x, y = (torch.tensor(values[-4:], dtype=torch.float64).log() for values in (sizes, seconds))
@@ -1073,13 +1106,14 @@ def check_exponent(function: Callable) -> str:
     return _run(_as_number(function), ours, cases)
 
 
-@exercise(
-    "The first round is a warm-up: leave it out on both sides.",
-    "A disturbance slows both programs in a round: divide within each round first.",
-    "The median of theirs / ours over the remaining rounds.",
-)
+@exercise()
 def check_times_as_fast(function: Callable) -> str:
-    """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is."""
+    """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is.
+
+    - The first round is a warm-up: leave it out on both sides.
+    - A disturbance slows both programs in a round: divide within each round first.
+    - The median of theirs / ours over the remaining rounds.
+    """
 
     def ratio(theirs: list[float], ours: list[float]) -> Tensor:
         return torch.tensor(statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True)))
@@ -1120,14 +1154,14 @@ def _ask_merged_weight(function: Callable) -> list[Said]:
     return [(r.question.text, text, other[r.question.answer]) for r, text in zip(asked, said, strict=True)]
 
 
-@exercise(
-    "The product of the two narrow matrices is as large as the weight: which of them comes first?",
-    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha sets the strength, whatever the rank.",
-    "weight + lora_alpha / rank * b @ a",
-    ask=_ask_merged_weight,
-)
+@exercise(_ask_merged_weight)
 def check_merged_weight(function: Callable) -> str:
-    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: the weight after PEFT's merge."""
+    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: the weight after PEFT's merge.
+
+    - The product of the two narrow matrices is as large as the weight: which of them comes first?
+    - B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha sets the strength, whatever the rank.
+    - weight + lora_alpha / rank * b @ a
+    """
     generator = torch.Generator().manual_seed(0)
     cases: dict[str, Any] = {}
     for m, n, rank, lora_alpha in [(3, 3, 1, 1), (4, 6, 2, 8), (6, 4, 4, 2)]:
@@ -1137,13 +1171,14 @@ def check_merged_weight(function: Callable) -> str:
     return _run(function, lambda weight, a, b, lora_alpha, rank: weight + (b @ a) * (lora_alpha / rank), cases)
 
 
-@exercise(
-    "`model.layers` and `model.visual` both begin with `model.`: look at the part after it.",
-    "Three cases: `visual.` gets the prefix `model.`; `model.` becomes `model.language_model.`; the rest stays.",
-    "Check for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it only once.",
-)
+@exercise()
 def check_adapter_name(function: Callable) -> str:
-    """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52."""
+    """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52.
+
+    - `model.layers` and `model.visual` both begin with `model.`: look at the part after it.
+    - Three cases: `visual.` gets the prefix `model.`; `model.` becomes `model.language_model.`; the rest stays.
+    - Check for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it only once.
+    """
     layers = ("layers.0.self_attn.q_proj", "blocks.3.attn.qkv", "merger.mlp.0")
     text, tower, connector = (
         [f"model.{layers[0]}", f"model.language_model.{layers[0]}"],
@@ -1214,15 +1249,15 @@ def _embedded(image: Tensor, weights: str) -> Tensor:
     return torch.tensor([float(weights), len(image), *image.flatten().tolist()])
 
 
-@exercise(
-    "All five bugs of part 2 are in these four lines. What do two requests have in common that they should not share?",
-    "Each image needs a key of its own: SHA-256, not cut, over its shape, its values and the weights. What `encode` "
-    "returns changes with its next call, so keep a clone.",
-    "for image in images: hashlib.sha256(repr((image.shape, weights)).encode() + image.numpy().tobytes()).digest()",
-    ask=_ask_embeddings,
-)
+@exercise(_ask_embeddings)
 def check_embeddings(function: Callable) -> str:
-    """`function(kept, ids, images, weights, encode)`: the embeddings of each image; no image is encoded twice."""
+    """`function(kept, ids, images, weights, encode)`: the embeddings of each image; no image is encoded twice.
+
+    - All five bugs of part 2 are in these four lines. What do two requests have in common that they should not share?
+    - Each image needs a key of its own: SHA-256, not cut, over its shape, its values and the weights. What `encode`
+      returns changes with its next call, so keep a clone.
+    - for image in images: hashlib.sha256(repr((image.shape, weights)).encode() + image.numpy().tobytes()).digest()
+    """
     a, b = (torch.arange(12, dtype=torch.uint8).view(2, 2, 3) + i for i in (0, 100))
     cases = {  # requests: images, weights
         "token ids alone": [([a], "1"), ([b], "1")],
@@ -1260,14 +1295,14 @@ def _ask_max_pixels(function: Callable) -> list[Said]:
     return _asked(model, requests)
 
 
-@exercise(
-    "A patch is a square of patch_size px. How many patches become one token?",
-    "A token is a block of merge_size x merge_size patches.",
-    "tokens * (patch_size * merge_size) ** 2",
-    ask=_ask_max_pixels,
-)
+@exercise(_ask_max_pixels)
 def check_max_pixels(function: Callable) -> str:
-    """`function(tokens, patch_size, merge_size) -> int`: the area in pixels that so many tokens cover."""
+    """`function(tokens, patch_size, merge_size) -> int`: the area in pixels that so many tokens cover.
+
+    - A patch is a square of patch_size px. How many patches become one token?
+    - A token is a block of merge_size x merge_size patches.
+    - tokens * (patch_size * merge_size) ** 2
+    """
     cases = _named("tokens={}, patch_size={}, merge_size={}", [(9, 14, 2), (1280, 14, 2), (1280, 16, 2), (64, 14, 4)])
     return _run(function, lambda tokens, patch, merge: tokens * (patch * merge) ** 2, cases)
 
@@ -1281,13 +1316,14 @@ def split_thought(text: str) -> tuple[str, str]:
     return thought.strip().removeprefix("<think>").strip(), answer.strip()
 
 
-@exercise(
-    "The text before the last </think> is the thought; the text after it is the answer.",
-    "str.rpartition returns three parts; the middle part is empty if the tag is missing.",
-    "Without </think>, all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.",
-)
+@exercise()
 def check_split_thought(function: Callable) -> str:
-    """`function(text) -> (thought, answer)`, both without tags and stripped."""
+    """`function(text) -> (thought, answer)`, both without tags and stripped.
+
+    - The text before the last </think> is the thought; the text after it is the answer.
+    - str.rpartition returns three parts; the middle part is empty if the tag is missing.
+    - Without </think>, all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.
+    """
     cases = {
         "both tags": ("<think>\nA cup.\n</think>\n\nIt is a cup.",),
         "the template opened it": ("A cup.</think>It is a cup.",),
