@@ -3,7 +3,6 @@
 from dataclasses import fields, is_dataclass
 
 import pytest
-import torch
 from closeness import assert_agree
 from graph_families import build, make_case, manager_of, poison
 from hypothesis import given, settings
