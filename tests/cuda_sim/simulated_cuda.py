@@ -9,16 +9,16 @@ makes one, passes `Machine.run`, which enforces what a GPU would, counts, and co
     attention        the preconditions of the variable-length kernels; rows that they do not write hold NaN
     fresh memory     holds NaN, or the smallest integer
     graphs           a capture records what runs on its stream and computes nothing that lasts; a replay computes it in
-                     place, and Python is not executed again; what it needs must not have been freed
-    order            whatever two streams, or a stream and the host, do to the same memory: `simulated_order.py`
+                     place, and Python is not executed again
     workspaces       of matrix products, one per stream, as torch keeps them up to 2.14
 
-What it cannot show: speed, the numbers of CUDA's own kernels, how the allocator cuts memory into blocks.
+What it cannot show: speed, the numbers of CUDA's own kernels, races between streams, how the allocator cuts memory.
 """
 
 import contextlib
 import ctypes
 import threading
+import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,7 +30,6 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 import torch.nn.functional as F
 from simulated_kernels import KERNELS
-from simulated_order import Access, CudaError, Event, Memory, Order, Stream, memory_of, place
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +47,53 @@ STAGED = 1 << 16  # bytes: a larger copy from pageable memory waits until it has
 CUDA, META = 1, 14  # of `c10::DeviceType`
 
 
+class CudaError(RuntimeError):
+    """What a CUDA device would have refused."""
+
+
+class Stream:
+    """`torch.cuda.Stream`. It belongs to one device; work on it is done at once."""
+
+    machine: Any  # set when the device is simulated
+
+    def __init__(self, device=None, priority=0, **kwargs):
+        self.device = self.machine.device_of("cuda" if device is None else device)
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited_for.append(other)
+
+    def wait_event(self, event: "Event") -> None:
+        pass
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.machine.refuse_in_capture("synchronize")
+
+
+class Event:
+    """`torch.cuda.Event`: a moment, by the host's clock."""
+
+    def __init__(self, enable_timing=False, **kwargs):
+        self.at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
 class CudaTensor(Tensor):
     """A tensor that says it lies on a CUDA device; `numbers` holds its numbers."""
 
@@ -62,7 +108,6 @@ class CudaTensor(Tensor):
             device=device,
         )  # fmt: skip
         tensor.numbers, tensor.machine = numbers, machine
-        tensor.lease = machine.lease(memory_of(numbers))
         return tensor
 
     @classmethod
@@ -90,11 +135,10 @@ class CudaTensor(Tensor):
         return self.numbers.untyped_storage()
 
     def record_stream(self, stream):
-        memory_of(self.numbers).recorded.add(stream)
+        pass
 
     def tolist(self):
-        self.machine.touch(self.machine.current_stream(self.device), [memory_of(self.numbers)], [])
-        self.machine.wait("tolist", self.device)
+        self.machine.wait("tolist")
         return self.numbers.tolist()
 
 
@@ -114,26 +158,17 @@ class CUDAGraph:
     def finish(self, capture: "Capture", machine: "Machine") -> None:
         """Nothing has run yet: outputs hold what fresh memory holds."""
         self.calls, self.machine, self.pool = capture.calls, machine, capture.pool
-        self.device = capture.stream.device
-        touched = {memory_of(x) for call in self.calls for x in (*call.reads, *call.writes)}
-        self.needs = touched - capture.own - {None}
-        for x in {id(x): x for call in self.calls for x in call.writes if memory_of(x) in capture.own}.values():
+        for x in (x for call in self.calls for x in call.fresh):
             machine._spoil(x)
 
     def replay(self) -> None:
         if self.calls is None:
             raise CudaError("replay: this graph has not been captured")
-        machine, stream = self.machine, self.machine.current_stream(self.device)
-        machine.counts["graph launches"] += 1
-        for memory in self.needs:
-            if memory.lease() is None:
-                raise CudaError("replay: memory that this graph reads or writes has been freed")
-        machine.touch(stream, [], [machine.pools[self.pool]])  # of graphs that share memory one runs at a time
+        self.machine.counts["graph launches"] += 1
         with torch.inference_mode():
             for call in self.calls:
                 if call.workspace and not call.workspace.is_kept and call.workspace.pool != self.pool:
                     raise CudaError("replay: the workspace of a matrix product in this graph has been freed")
-                machine.touch(stream, map(memory_of, call.reads), map(memory_of, call.writes))
                 for old, new in zip(call.kept, _tensors(call.function(*call.args, **call.kwargs)), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
@@ -149,14 +184,13 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel in a graph: what it runs, what it left, which memory it reads and writes."""
+    """A kernel in a graph: what it runs, what it left, and what of that is new memory."""
 
     function: Any
     args: tuple
     kwargs: dict
     kept: list[Tensor]
-    reads: list[Tensor]
-    writes: list[Tensor]
+    fresh: list[Tensor]
     workspace: Workspace | None
 
 
@@ -168,35 +202,30 @@ class Capture:
     stream: Any
     mode: str
     calls: list[Call] = field(default_factory=list)
-    own: set[Memory] = field(default_factory=set)  # lies in the pool
     thread: int = field(default_factory=threading.get_ident)
     broken: str = ""
 
 
-class Machine(Order):
-    """One process with `devices` GPUs: what it was asked for is counted in `counts`, bytes by dtype in `traffic`."""
+class Machine:
+    """One process with `devices` GPUs: what it was asked for is counted in `counts`."""
 
     def __init__(self, devices: int, capability: tuple[int, int]):
-        super().__init__()
         Stream.machine = self
         self.devices, self.capability = devices, capability
         self.counts: Counter[str] = Counter()
-        self.traffic: Counter[torch.dtype] = Counter()  # bytes that kernels read and write
-        self.written: Counter[torch.dtype] = Counter()  # of them, those that they write
+        self.dtypes: set[torch.dtype] = set()  # those that kernels read or write
         self.capture: Capture | None = None  # the one that is going on
         self.captures: list[Capture] = []
-        self.sync_debug_mode = 0
+        self.sync_debug_mode = self.pools = 0
         self.of_thread, self.lock = threading.local(), threading.RLock()
-        self.pools: dict[Any, Memory] = {}
         self.workspaces: dict[Stream, Workspace] = {}
         self.default_streams = [Stream(index) for index in range(devices)]
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def wait(self, what: str, device: torch.device) -> None:
+    def wait(self, what: str) -> None:
         """The host waits for the current stream of a device."""
         self.counts["waits"] += 1
-        self.host_waits_for(self.current_stream(device))
         self.refuse_in_capture(what)
         if self.sync_debug_mode:
             message = f"called a synchronizing CUDA operation ({what})"
@@ -257,11 +286,7 @@ class Machine(Order):
         wanted = kwargs.get("device")
         to_device = wanted is not None and torch.device(wanted).type == "cuda"
         if not on_device and not to_device:
-            result = function(*args, **kwargs)
-            if any(map(is_pinned, inputs)) and not _is_view(function, inputs, result):
-                reads, writes = _reads_and_writes(function, args, kwargs)
-                self.touch(self.host, map(memory_of, reads), map(memory_of, writes))
-            return result
+            return function(*args, **kwargs)
         if function is torch.ops.torch_attn._varlen_attn.default:  # an operation written in Python
             with _Dispatch(self):
                 return torch_varlen._varlen_attn._init_fn(*args, **kwargs)
@@ -284,14 +309,12 @@ class Machine(Order):
         if waits:
             self.refuse_in_capture(waits)
         device = wanted or homes[0]
-        if homes and homes[-1] != device:  # between two devices: a copy, and torch lets both of them wait
-            self.current_stream(device).join(self.current_stream(homes[-1]))
-        result = self._compute(function, args, kwargs, device, to_host, bool(waits))
+        result = self._compute(function, args, kwargs, device, to_host)
         if waits:
-            self.wait(waits, device)
+            self.wait(waits)
         return result
 
-    def _compute(self, function, args, kwargs, device: torch.device, to_host: bool, waits: bool) -> Any:
+    def _compute(self, function, args, kwargs, device: torch.device, to_host: bool) -> Any:
         """Compute on the CPU what a stream of `device` would; results are wrapped unless they are the host's."""
         real_args, real_kwargs = tree_map(_real, (args, kwargs))
         if "device" in real_kwargs and not to_host:
@@ -301,41 +324,29 @@ class Machine(Order):
         if compute is not function:
             self.counts[compute.__name__] += 1
         result = compute(*real_args, **real_kwargs)
-        results, (reads, writes) = _tensors(result), _reads_and_writes(function, real_args, real_kwargs)
+        results, reads = _tensors(result), _tensors((real_args, real_kwargs))
         stream, capture = self.current_stream(device), self.capture
         if capture and (capture.thread, capture.stream) != (threading.get_ident(), stream):
             capture = None  # it records its own thread and its own stream
-        if not _is_view(function, reads, result):
-            fresh = [] if to_host else [x for x in results if memory_of(x) is None]
-            for memory in {self.allocate(x.untyped_storage(), stream) for x in fresh if memory_of(x) is None}:
-                if capture:
-                    memory.home = None  # the pool
-                    capture.own.add(memory)
-            if function in EMPTY:
-                self._spoil(results[0])
-            else:
-                self._count(reads, results)
-                workspace = self._workspace(stream, capture) if function in PRODUCTS else None
-                if capture:
-                    call = Call(compute, real_args, real_kwargs, results, reads, writes + fresh, workspace)
-                    capture.calls.append(call)
-                else:
-                    self.touch(stream, map(memory_of, reads), map(memory_of, writes + fresh))
+        memory = {x.untyped_storage().data_ptr() for x in reads} - {0}
+        fresh = [x for x in results if not to_host and x.untyped_storage().data_ptr() not in memory]
+        is_view = not function._schema.is_mutable and len(fresh) < len(results) and not to_host
+        if function in EMPTY:
+            self._spoil(results[0])
+        elif not is_view:
+            self.counts["kernels"] += 1
+            self.dtypes |= {x.dtype for x in (*reads, *results)}
+            workspace = self._workspace(stream, capture) if function in PRODUCTS else None
+            if capture:
+                capture.calls.append(Call(compute, real_args, real_kwargs, results, fresh, workspace))
         if to_host:
-            return self._arrive(args[0], result, stream, waits) if function in COPIES else result
+            return result
         given = {id(x.numbers): x for x in _tensors((args, kwargs)) if isinstance(x, CudaTensor)}
 
         def wrap(x):  # in place: the caller gets what it gave
             return given[id(x)] if id(x) in given else CudaTensor(x, self, device)
 
         return tree_map(lambda x: wrap(x) if isinstance(x, Tensor) else x, result)
-
-    def _count(self, reads: list[Tensor], results: list[Tensor]) -> None:
-        self.counts["kernels"] += 1
-        for x in (*reads, *results):
-            self.traffic[x.dtype] += x.nbytes
-        for x in results:
-            self.written[x.dtype] += x.nbytes
 
     def _workspace(self, stream: Stream, capture: Capture | None) -> Workspace:
         return self.workspaces.setdefault(stream, Workspace(capture and capture.pool))
@@ -344,16 +355,6 @@ class Machine(Order):
         for workspace in self.workspaces.values():
             workspace.is_kept = False
         self.workspaces.clear()
-
-    def _arrive(self, target: Tensor, result: Tensor, stream: Stream, waits: bool) -> Tensor:
-        """A copy to the host; one that nobody has waited for holds poison until then."""
-        if not waits:
-            memory = memory_of(result) or Memory(pinned=True)
-            result.untyped_storage().memory = memory
-            memory.written = Access(stream, stream.seen[stream], place())
-            self.pending.append((memory.written, result, result.clone()))
-            self._spoil(result)
-        return result
 
     def _spoil(self, fresh: Tensor) -> None:
         if fresh.is_floating_point():
@@ -407,9 +408,6 @@ class Machine(Order):
     def synchronize(self, device=None) -> None:
         self.refuse_in_capture("synchronize")
         self.counts["synchronize"] += 1
-        for stream in self.all_streams:
-            if stream.device == self.device_of(device):
-                self.host_waits_for(stream)
 
     @contextlib.contextmanager
     def graph(self, graph: CUDAGraph, pool=None, stream=None, capture_error_mode: str = "global"):
@@ -429,9 +427,8 @@ class Machine(Order):
         graph.finish(capture, self)
 
     def pool_handle(self) -> tuple[int, int]:
-        handle = (0, len(self.pools) + 1)
-        self.pools[handle] = Memory()
-        return handle
+        self.pools += 1
+        return (0, self.pools)
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
         warnings.warn(
@@ -459,9 +456,9 @@ class Machine(Order):
             "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
             "memory_reserved": lambda device=None: 0,
-            "memory_allocated": lambda device=None: self.live,
-            "max_memory_allocated": lambda device=None: self.peak,
-            "reset_peak_memory_stats": lambda device=None: setattr(self, "peak", self.live),
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
+            "reset_peak_memory_stats": lambda device=None: 0,
             "memory_snapshot": lambda *args, **kwargs: [],
             "Stream": Stream,  # a class: annotations name it
             "stream": self.stream,
@@ -575,7 +572,7 @@ class _Python(TorchFunctionMode):
         if function is Tensor.pin_memory or (kwargs.get("pin_memory") and "device" not in kwargs):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             pinned = args[0].clone() if function is Tensor.pin_memory else function(*args, **kwargs)
-            pinned.untyped_storage().memory = Memory(pinned=True)
+            pinned.untyped_storage().is_pinned_here = True
             return pinned
         if function is torch.tensor and any(isinstance(x, CudaTensor) for x in tree_leaves(args)):  # scalars, in a list
             args = tree_map(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
@@ -628,22 +625,4 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def is_pinned(x: Tensor) -> bool:
-    memory = None if isinstance(x, CudaTensor) else memory_of(x)
-    return memory is not None and memory.pinned
-
-
-def _reads_and_writes(function, args, kwargs) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors among the arguments, by what the schema says of them."""
-    written = []
-    for i, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
-    return [x for x in _tensors((args, kwargs)) if not any(x is y for y in written)], written
-
-
-def _is_view(function, inputs: list[Tensor], result: Any) -> bool:
-    """Whether nothing is computed: a result lies in an argument's memory, and the function does not write."""
-    if function._schema.is_mutable:
-        return False
-    memory = {x.untyped_storage().data_ptr() for x in inputs} - {0}
-    return any(x.untyped_storage().data_ptr() in memory for x in _tensors(result))
+    return not isinstance(x, CudaTensor) and hasattr(x.untyped_storage(), "is_pinned_here")

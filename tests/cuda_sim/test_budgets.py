@@ -11,18 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from graph_families import FOLDED, GRIDS, SQUARES, build, make_case, manager_of
+from graph_families import FOLDED, SQUARES, build, make_case, manager_of
 from PIL import Image
 from towers import randomize
 
 from benchmarks.performance import traffic
-from refvl.encoders import Glm4vVisionConfig, Qwen2_5_VisionConfig
 from refvl.encoders.tower import send_rows
-from refvl.graphs.buffers import metadata_tensors
-from refvl.language.step3_vl import Step3TextConfig, Step3TextModel
 from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
 from refvl.serving.joined import join_gate_up
-from refvl.study.costs import encoder_activation_bytes
 
 LAYOUTS = {"Step3-VL": (1, 2), "Step3-VL-10B": (1, 2), "MiniCPM-V 4.6": ((4, 8), (8, 4))} | dict.fromkeys(
     ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR"), (1, 8, 8)
@@ -35,9 +31,9 @@ COPIES_OF_A_PLAN = {
     "Qwen2.5-VL": 1, "Qwen3-VL": 2, "GLM-4.1V": 2, "GLM-OCR": 1, "MiniCPM-V 2.6": 2, "MiniCPM-V 4.5": 2,
     "MiniCPM-V 4.6": 1, "Step3-VL": 1, "Step3-VL-10B": 1,
 }  # fmt: skip
-KERNELS_AROUND_A_REPLAY = {  # all buffers filled and padded, outputs cloned; where the plan reads weights, the plan
-    "Qwen2.5-VL": 8, "Qwen3-VL": 10, "GLM-4.1V": 10, "GLM-OCR": 6, "MiniCPM-V 2.6": 8, "MiniCPM-V 4.5": 8,
-    "MiniCPM-V 4.6": 7, "Step3-VL": 12, "Step3-VL-10B": 11,
+KERNELS_AROUND_A_REPLAY = {  # two for each buffer, one for the clone; where the plan reads weights, the plan
+    "Qwen2.5-VL": 14, "Qwen3-VL": 14, "GLM-4.1V": 14, "GLM-OCR": 8, "MiniCPM-V 2.6": 14, "MiniCPM-V 4.5": 17,
+    "MiniCPM-V 4.6": 9, "Step3-VL": 12, "Step3-VL-10B": 11,
 }  # fmt: skip
 
 
@@ -71,12 +67,12 @@ def kernels_in_each(machine, modules) -> list[int]:
 @pytest.mark.parametrize("family", KERNELS_PER_BLOCK)
 def test_kernels_per_block(machine, family):
     encoder, rows, layouts = start(family)
-    machine.traffic.clear()
+    machine.dtypes.clear()
     found = kernels_in_each(machine, encoder.blocks)
     with torch.inference_mode():
         encoder(send_rows([rows], encoder), layouts)
     assert max(found) <= KERNELS_PER_BLOCK[family]
-    assert torch.float64 not in machine.traffic and "synchronize" not in machine.counts
+    assert torch.float64 not in machine.dtypes and "synchronize" not in machine.counts
 
 
 def test_the_benchmark_counts_the_kernels_that_run(machine):
@@ -88,22 +84,6 @@ def test_the_benchmark_counts_the_kernels_that_run(machine):
     side = layouts[0][1] * encoder.config.patch_size
     counted = traffic(encoder.config, side, torch.bfloat16, on_gpu=True)["kernels"]
     assert ran["kernels"] == sum(counted.values())
-
-
-def test_kernels_per_layer_of_step3_s_text_model(machine):
-    """A dense layer, and one with experts; two of each are the cache, which grows."""
-    config = Step3TextConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
-        share_q_dim=16, moe_num_experts=4, moe_top_k=2, moe_intermediate_size=24, share_expert_dim=24,
-        moe_layers_enum=[1], attn_implementation="sdpa",
-    )  # fmt: skip
-    model = Step3TextModel(config).to("cuda", torch.bfloat16)
-    found = kernels_in_each(machine, model.layers)
-    with torch.inference_mode():
-        prompt = model(torch.arange(5, device="cuda")[None], use_cache=True)
-        found.clear()
-        model(torch.arange(1, device="cuda")[None], use_cache=True, past_key_values=prompt.past_key_values)
-    assert found[0] <= 22 and found[1] <= 40
 
 
 @pytest.mark.parametrize("family", COPIES_OF_A_PLAN)
@@ -147,34 +127,3 @@ def test_a_replay_copies_rows_and_plan_and_waits_for_nothing(machine, family):
     assert (again["copies"], again["waits"], again["synchronize"]) == (1 + planned, 0, 0)
     assert again["graph launches"] == (2 if family in SQUARES else 1)
     assert again["kernels"] - again["copies"] <= KERNELS_AROUND_A_REPLAY[family]
-
-
-@pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-OCR"])
-def test_a_million_patches_cost_twelve_bytes_each(family):
-    """Row and column, and for Qwen two indices per merged token; the segments are few."""
-    plan = build(family).plan([(1, 1000, 1000)])
-    assert sum(tensor.nbytes for tensor in metadata_tensors(plan).values()) < 12.3 * 10**6
-
-
-WIDE = {  # released widths, a quarter as wide and two blocks deep
-    "Qwen2.5-VL": Qwen2_5_VisionConfig(
-        hidden_size=320, intermediate_size=855, num_heads=4, depth=2, out_hidden_size=896, fullatt_block_indexes=(1,)
-    ),
-    "GLM-4.1V": Glm4vVisionConfig(
-        hidden_size=384, intermediate_size=3424, num_heads=3, depth=2, out_hidden_size=1024
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", WIDE)
-def test_the_peak_of_a_tower_is_what_info_says(machine, family):
-    """Within a tenth. Oracle: the bytes of all tensors that live at once."""
-    encoder = GRIDS[family][0](WIDE[family]).to("cuda", torch.bfloat16)
-    with torch.inference_mode():
-        rows = torch.zeros(1024, encoder.patch_values, dtype=torch.bfloat16, device="cuda")
-        held = torch.cuda.memory_allocated() - rows.nbytes
-        torch.cuda.reset_peak_memory_stats()
-        encoder(rows, [(1, 32, 32)])
-    peak = torch.cuda.max_memory_allocated() - held
-    assert encoder_activation_bytes(encoder, len(rows)) == pytest.approx(peak, rel=0.1)
