@@ -79,7 +79,7 @@ def box_of(thing: scenes.Thing, size: tuple[int, int]) -> list[int]:
 
 def resized_size(vlm: refvl.VLM, size: tuple[int, int]) -> tuple[int, int]:
     """Return the (width, height) to which the processor resizes an image."""
-    return vlm.processor.image_config.fit(*size[::-1])[::-1]
+    return vlm.processor.image_config.target_size(*size[::-1])[::-1]
 
 
 def ask(scene: scenes.Scene, number: int, phrase: str, resized: tuple[int, int], title: str) -> scenes.Question:

@@ -1,7 +1,7 @@
 """Step3-VL's images: an overview of the whole image, and square crops that show the details.
 
     image (W, H)
-       | pad          a thin strip becomes a square (black, image top left)
+       | pad          a small, thin image becomes a square (black, image top left)
        | resize       sides above `max_side` scaled down           Pillow, bilinear
        +--> overview  image_size x image_size pixels, whatever the aspect ratio
        | canvas       resized so that whole windows fit            Pillow, bilinear
@@ -24,13 +24,11 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.arguments import as_integer_rows
-from refvl.checks import check_positive_ints, check_shape
-from refvl.pixels.images import load_image
 from refvl.pixels.settings import check_preprocessing, known_fields
-from refvl.pixels.strips import resize_as_square
 
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
 MIN_SIDE, THIN_RATIO = 32, 4
+MAX_RATIO = 200  # a thinner image raises an error: it would become a huge square, or hundreds of crops
 SQUARE_RATIO = 1.5  # up to this ratio, a small image needs only the overview
 SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
 
@@ -43,7 +41,6 @@ class CropConfig:
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
-    max_crops: int = 128  # images with more crops raise an error: a strip one pixel wide would be cut into thousands
     enable_crops: bool = True  # False: only overviews
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -163,18 +160,16 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan how an image of this size in pixels is cut; raise TypeError or ValueError unless both are positive integers.
+    """Plan how an image of this size in pixels is cut. Sizes are truncated in floating point, as in upstream.
+
+    Raises ValueError for an aspect ratio above 200.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
     """
-    width, height = check_positive_ints(width=width, height=height)
-    return plan_cuts(width, height, config)
-
-
-def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
-    """Plan the crops of a checked size. Sizes are truncated in floating point, as in upstream."""
     long, short = max(width, height), min(width, height)
+    if long > MAX_RATIO * short:
+        raise ValueError(f"image: expected an aspect ratio of at most {MAX_RATIO}, got {width} x {height} pixels")
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
 
@@ -215,26 +210,12 @@ def count_windows(side: int, window: int) -> int:
     return max(1, whole + (remainder > SPARE_REMAINDER))
 
 
-def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Return (image for the overview, crops row by row, plan) for any image that `load_image` accepts.
-
-    Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops` crops.
-    """
-    return cut_loaded(load_image(image), config)
-
-
-def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Cut an image that came from `load_image`; see `cut_crops`."""
-    plan = plan_cuts(*image.size, config)
-    if plan.layout.crops > config.max_crops:
-        raise ValueError(
-            f"image: {image.width} x {image.height} pixels give {plan.layout.crops} crops of {plan.window} pixels, but "
-            f"max_crops of CropConfig is {config.max_crops}; crop the image, or raise max_crops"
-        )
-    if plan.padded == image.size:
-        overview = image.resize(plan.resized, Image.Resampling.BILINEAR)
-    else:
-        overview = resize_as_square(image, plan.resized[0])
+def cut_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
+    """Return (image for the overview, crops row by row, plan) for an image that came from `load_image`."""
+    plan = plan_crops(*image.size, config)
+    square = Image.new("RGB", plan.padded)
+    square.paste(image)
+    overview = square.resize(plan.resized, Image.Resampling.BILINEAR)
     canvas = overview.resize(plan.canvas, Image.Resampling.BILINEAR)
     return overview, [canvas.crop(box) for box in plan.boxes], plan
 
@@ -251,21 +232,15 @@ def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED)
     return F.interpolate(pixels, size, mode="bilinear", antialias=True, align_corners=False)[0]
 
 
-def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
-    """Return (patch rows, layout).
+def patchify_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
+    """Return (patch rows, layout) of an image that came from `load_image`.
 
-    rows: (N, C*P*P) float32 of all crops, then of the overview; image: as in `load_image`.
+    rows: (N, C*P*P) float32 of all crops, then of the overview.
     """
-    return rows_of_crops(load_image(image), config)
-
-
-def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropLayout]:
-    """Patchify an image that came from `load_image`; see `patchify_crops`."""
-    overview, crops, plan = cut_loaded(image, config)
+    overview, crops, plan = cut_crops(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
     squares.append(prepare_pixels(overview, config.image_size, config))
-    P = config.patch_size
-    rows = [F.unfold(square_CSS, P, stride=P).T for square_CSS in squares]  # as in `square_patch_rows`, one by one
+    rows = [square_patch_rows(square_CSS[None], config.patch_size) for square_CSS in squares]
     return torch.cat(rows), plan.layout
 
 
@@ -273,9 +248,6 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): row-major patches, each in the order channel, row, column.
 
     These are the inputs of a convolution with kernel = stride = P. Like such a convolution, this function drops pixels
-    to the right of and below the last whole patch. Raises ValueError for any other shape.
+    to the right of and below the last whole patch.
     """
-    height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
-    if height != width or height < patch_size:
-        raise ValueError(f"pixels: expected squares of at least {patch_size} px, got shape {tuple(pixels.shape)}")
     return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)

@@ -1,24 +1,17 @@
 """Convert an image from disk or memory to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
 Pillow decodes. This file makes the choices that Pillow leaves open: the orientation, the background of transparent
-pixels, the conversion of 16 bits to 8 (`refvl.pixels.levels`), and the limits on decoding (`MediaLimits`).
+pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on decoding (`MediaLimits`).
 """
 
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageFile
-
-from refvl.checks import check_positive_ints
-from refvl.pixels import refusals
-from refvl.pixels.formats import readable_formats
-from refvl.pixels.levels import as_uint8, channels_last, grey_levels
-from refvl.printing import printable
 
 _TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) -> the operation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -38,9 +31,6 @@ class MediaLimits:
     max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
     max_video_bytes: int = 2**31  # the bytes of the frames kept from a video, 3 per pixel
 
-    def __post_init__(self):
-        check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
-
 
 LIMITS = MediaLimits()
 
@@ -57,71 +47,92 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
     16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I" does not record how
     many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they are read as 8-bit values
-    if none is above 255, and as 16-bit values if none is above 65535. Mode "F" contains floats in [0, 1].
+    if none is above 255, and as 16-bit values otherwise. Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL,
-    and for a file that is truncated, larger than `limits`, or not an image. Also raises ValueError for levels outside
-    these ranges, for an array with a different shape, dtype or range, and for images that are empty or have a single
-    pixel.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of source. Raises
+    ValueError, with the name of the file and the reason, for a file that Pillow cannot decode, for an image that is
+    empty or larger than `limits`, and for an array of a different shape, dtype or range.
     """
-    if not isinstance(source, (str, Path)):
-        return _image_in_memory(source, limits)
-    name = str(source)
-    if not os.path.isfile(source) or refusals.URL.match(name):
-        raise refusals.not_a_file(source, "image")
-    if not refusals.PLAIN.fullmatch(name):
-        name = printable(name)
-    with open_image(Path(source), name, limits) as image:
-        return to_rgb(image, name, name, limits)
-
-
-def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Image.Image:
-    """Open a file or its bytes as an image, not yet decoded. name: the file, for the error if Pillow cannot read it."""
+    if isinstance(source, (str, Path)):
+        name = origin = str(source)
+        if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
+            raise FileNotFoundError(f"image: no such file: {name}")
+    elif isinstance(source, Image.Image):
+        origin = source.info.get("source") or getattr(source, "filename", "")
+        name = origin or "the PIL image"
+    elif isinstance(source, (np.ndarray, torch.Tensor)):
+        name, origin = "the array", ""
+    else:
+        kinds = "a path, a PIL image, a numpy array or a torch tensor"
+        raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
     try:
-        return Image.open(source, formats=readable_formats())
-    except Exception as error:  # plugins may raise errors of any kind
-        raise refusals.not_a_picture(name, error, limits.max_image_pixels) from error
-
-
-def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
-    """Decode an opened image, upright and RGB.
-
-    name: the name in messages; origin: the file it came from, or "" if there is none.
-    """
-    pixels = image.width * image.height
-    if pixels <= 1:
-        raise refusals.nothing_to_see(f"image: {name}", image.width, image.height)
-    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # only files are limited
-        raise refusals.too_many_pixels(f"image: {name}", image.width, image.height, limits.max_image_pixels)
-    try:
-        image.load()
-    except Exception as error:
-        raise refusals.caused(f"image: {name} is truncated or damaged", error) from error
-
-    rotation = None
-    with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact
-        rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if image.mode.startswith("I") or image.mode == "F":  # grey with more than 8 bits
-        image = Image.fromarray(as_uint8(grey_levels(image, name), f"image: {name}"))
-    try:
-        if image.has_transparency_data:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        image = image.convert("RGB")
-    except Exception as error:
-        raise refusals.caused(f"image: {name} cannot be converted to RGB", error) from error
-    if rotation is not None:
-        image = image.transpose(rotation)
+        if isinstance(source, (str, Path)):
+            with Image.open(source) as opened:
+                image = to_rgb(opened, limits)
+        elif isinstance(source, Image.Image):
+            image = to_rgb(source, limits)
+        else:
+            image = to_rgb(Image.fromarray(as_uint8(channels_last(source))), limits)
+    except Exception as error:  # Pillow's decoders may raise errors of any kind
+        raise ValueError(f"image: {name} cannot be read: {error}") from error
     image.info = {"source": origin} if origin else {}  # the EXIF block is dropped, so nothing rotates the image again
     return image
 
 
-def _image_in_memory(source, limits: MediaLimits) -> Image.Image:
-    """Convert a PIL image, an array or a tensor to RGB."""
-    name = f"the {type(source).__name__}"
-    if isinstance(source, Image.Image):
-        origin = source.info.get("source") or getattr(source, "filename", "")
-        return to_rgb(source, name, printable(origin), limits)
-    if not isinstance(source, (np.ndarray, torch.Tensor)):
-        kinds = "a path, a PIL image, a numpy array or a torch tensor"
-        raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
-    return to_rgb(Image.fromarray(as_uint8(channels_last(source), "image")), name, "", limits)
+def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
+    """Decode an opened image, upright and RGB. Raises ValueError if it is empty or larger than `limits`."""
+    if image.format == "EPS":
+        raise ValueError("an EPS file is a program, which Pillow would run in Ghostscript; convert it")
+    pixels = image.width * image.height
+    largest = limits.max_image_pixels if isinstance(image, ImageFile.ImageFile) else pixels  # only files are limited
+    if not 0 < pixels <= largest:
+        most = f"max_image_pixels={limits.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
+        raise ValueError(f"it has {image.width} x {image.height} pixels; a file may have 1 to {most}")
+    rotation = None
+    with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact
+        rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    if image.mode.startswith("I") or image.mode == "F":  # grey with more than 8 bits
+        image = Image.fromarray(as_uint8(grey_levels(image)))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = image.convert("RGB")
+    return image.transpose(rotation) if rotation is not None else image
+
+
+def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
+    """Return a tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as in torch."""
+    array = source
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu()
+        array = (source.float() if source.is_floating_point() else source).numpy()
+        if array.ndim == 3 and array.shape[0] in (1, 3, 4):
+            array = array.transpose(1, 2, 0)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
+        allowed = "(H, W) or (H, W, 1 | 3 | 4), or a tensor (1 | 3 | 4, H, W)"
+        raise ValueError(f"expected an array of shape {allowed}, got {tuple(source.shape)}")
+    return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
+
+
+def grey_levels(image: Image.Image) -> np.ndarray:
+    """Return an image in mode "I" as 8-bit or 16-bit values (see `load_image`); other wide modes keep their dtype.
+
+    The grey level that a PNG file marks as transparent becomes white.
+    """
+    levels = np.asarray(image)
+    if (transparent := image.info.get("transparency")) is not None:
+        levels = np.where(levels == transparent, 65535, levels).astype(levels.dtype)
+    if image.mode != "I":
+        return levels
+    is_wide = levels.max() > 255 or image.format in ("PNG", "PPM")
+    return levels.astype(np.uint16 if is_wide else np.uint8)
+
+
+def as_uint8(array: np.ndarray) -> np.ndarray:
+    """Return uint8 unchanged, uint16 scaled by 1/257, and floats in [0, 1] scaled by 255; scaled values are rounded."""
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+        return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    if array.dtype.kind != "f" or not ((array >= 0) & (array <= 1)).all():  # NaN is not in [0, 1] either
+        raise ValueError(f"expected uint8, uint16, or floats in [0, 1] (scale them first), got {array.dtype}")
+    return (array.astype(np.float64) * 255).round().astype(np.uint8)

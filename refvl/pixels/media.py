@@ -4,39 +4,33 @@
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
 PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are sampled, when each frame is
-shown, and how much may be decoded (`MediaLimits`). The steps for a file:
+shown, which side is up, and how much may be decoded (`MediaLimits`). The steps for a file:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
 
-The file is decoded forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is
-called if the header of a file contradicts its packets.
+The file is decoded forward once, without seeking, and only the sampled frames are kept.
 """
 
-import math
 import os
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from operator import index
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from refvl.arguments import MAX_FRAMES
 from refvl.checks import check_positive, check_positive_int, check_positive_ints
-from refvl.pixels import containers, refusals
-from refvl.pixels.containers import Listing, Packets
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
-from refvl.pixels.spill import frames_on_disk
-from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # in bytes; a larger array of frames is kept in a temporary file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
+_OPENING: Any = {  # titles may be in any encoding; without a protocol, a playlist cannot open other files
+    "metadata_errors": "replace", "options": {"protocol_whitelist": "none"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,16 +70,14 @@ def sample_frame_indices(
     give one index past the end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by
     one. A video shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
 
-    Raises ValueError if both fps and num_frames are given, if more frames are requested than exist, or if there are
-    more than `MAX_FRAMES`. Raises TypeError if a limit is not an integer.
+    Raises ValueError if both fps and num_frames are given, or if more frames are requested than exist. Raises TypeError
+    if a limit is not an integer.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
     """
     limits = {"temporal_patch_size": temporal_patch_size, "min_frames": min_frames, "max_frames": max_frames}
     total, step, min_frames, max_frames = check_positive_ints(total_num_frames=total_num_frames, **limits)
-    if total > MAX_FRAMES:
-        raise ValueError(f"total_num_frames: must be at most {MAX_FRAMES:,}, got {total:,}")
     if num_frames is not None:
         if fps is not None:
             raise ValueError(f"fps, num_frames: expected at most one, got fps={fps} and num_frames={num_frames}")
@@ -128,21 +120,17 @@ def load_video(
     the selected frames are exact. The rotation or mirroring in a file's display matrix, as written by phones, is
     applied (transformers' PyAV reader ignores it).
 
-    A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
-    WebM, FLV) are read to their end, with a warning if the header declares at least 10 % more.
-
-    Raises FileNotFoundError for a missing file and TypeError for any other type of source. Raises ValueError for a URL
-    or for frames of unequal size. Also raises ValueError for a file that is damaged, truncated, larger than `limits`,
-    or without video frames, and for a still image or a playlist.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of source. Raises
+    ValueError, with the name of the file and the reason, for a file that PyAV cannot decode, that ends before its
+    header says (MP4, AVI), or that is larger than `limits`. Also raises ValueError for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
     if source_fps is not None:
         source_fps = check_positive(source_fps, "source_fps")
-    check_positive_ints(min_frames=min_frames, max_frames=max_frames)
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, Path)):
-        return _read_clip(source, partial(_checked_sample, sample) if sample else rule, source_fps, limits)
+        return _read_file(source, sample or rule, source_fps, limits)
 
     frames = as_frames(source, limits=limits)
     if source_fps is None and num_frames is None:
@@ -153,72 +141,87 @@ def load_video(
     return _make_video(frames[indices], indices, len(frames), source_fps)
 
 
-def _read_clip(
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The frames of a file as its packets list them, before any frame is decoded."""
+
+    total: int  # the number of frames that are shown
+    rate: float  # frames per second; the average if it varies
+    tick: float  # the unit of the file's clock, in seconds
+    start: int | None = None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
+
+
+def _read_file(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
     """Read the frames of a file that `sample` selects. source_fps: a rate that overrides the file's own times."""
-    import av  # imported here because its libraries load slowly
-
     name = str(source)
-    if not os.path.isfile(source) or refusals.URL.match(name):
-        raise refusals.not_a_file(source, "video")
-    if not refusals.PLAIN.fullmatch(name):
-        name = printable(name)
-    # an absolute path, because FFmpeg reads text before a colon as a protocol; titles may be in any encoding
-    open_clip = partial(av.open, str(Path(source).absolute()), **containers.OPENING)
-    try:
-        with open_clip() as container:
-            listing = _list_frames(container, name, limits)
-        if source_fps is not None:
-            listing = replace(listing, rate=source_fps, start=None)
-        while True:
-            indices = sample(listing.total, listing.rate)
-            with open_clip() as container:
-                frames, ticks, decoded = _decode_forward(container, indices, name, limits)
-            if decoded > indices[-1]:
-                break
-            listing = containers.listing_as_decoded(listing, decoded, name)
-    except (av.error.FFmpegError, UnicodeError) as error:
-        raise containers.not_a_video(name, error) from error
+    if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
+        raise FileNotFoundError(f"video: no such file: {name}")
+    with _opened(name) as container:
+        listing = _list_frames(container, name, limits)
+    if source_fps is not None:
+        listing = replace(listing, rate=source_fps, start=None)
+    indices = sample(listing.total, listing.rate)
+    frames, ticks, decoded = _decode_forward(name, indices, limits)
+    if 0 < decoded <= indices[-1]:  # some packets contain no frame of their own
+        scale = 1.0 if listing.start is None else decoded / listing.total  # the duration stays the same
+        listing = replace(listing, total=decoded, rate=listing.rate * scale)
+        indices = sample(listing.total, listing.rate)
+        frames, ticks, decoded = _decode_forward(name, indices, limits)
+    if not decoded:
+        raise ValueError(f"video: {name} has no frames that can be decoded")
 
     video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
-    times = sorted(tick for tick in ticks if tick is not None)
-    if listing.start is None or len(times) < len(ticks):
+    if listing.start is None or None in ticks:
         return video
-    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in times))
+    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in sorted(ticks)))
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[Any]:
+    """Open a video file. Raises ValueError, with the name, for any error of PyAV in the `with` block."""
+    import av  # imported here because its libraries load slowly
+
+    try:
+        with open(name, "rb") as file, av.open(file, **_OPENING) as container:
+            yield container
+    except av.error.FFmpegError as error:
+        raise ValueError(f"video: {name} cannot be read: {error}") from error
 
 
 def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
     """Count the frames that an opened file shows, and find their times, from its packets and its header."""
-    if not container.streams.video:
-        raise ValueError(f"video: {name} has no video stream")
+    if not container.streams.video or container.streams.video[0].codec_context is None:
+        raise ValueError(f"video: {name} has no video stream that can be decoded")
     stream = container.streams.video[0]
-    codec = stream.codec_context
-    if codec is None:
-        raise ValueError(f"video: {name} is damaged: the codec of its frames is unknown")
-    if codec.width * codec.height > limits.max_image_pixels:
-        raise refusals.too_many_pixels(f"video: {name}", codec.width, codec.height, limits.max_image_pixels)
+    if stream.width * stream.height > limits.max_image_pixels:
+        most = f"max_image_pixels is {limits.max_image_pixels:,}; raise it with limits=MediaLimits(...)"
+        raise ValueError(f"video: {name} has frames of {stream.width} x {stream.height} pixels, but {most}")
 
-    starts, lengths = array("q"), array("q")
-    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a raw stream has no times, or invented ones
-    for packet in container.demux(stream):
-        if _is_shown(packet, codec.name):
-            is_timed = is_timed and packet.pts is not None
-            starts.append(packet.pts or 0)
-            lengths.append(packet.duration or 0)
-    total = len(starts)
-    if total < 2:
-        containers.refuse_still_image(container.name, name, total)
-    packets = Packets(np.array(starts), np.array(lengths), is_timed)
+    codec = stream.codec_context.name
+    shown = [(packet.pts, packet.duration or 0) for packet in container.demux(stream) if _is_shown(packet, codec)]
+    rate, tick = float(stream.average_rate or stream.guessed_rate or 0), float(stream.time_base)
+    seconds = len(shown) / rate if rate else 0.0
+    # a raw stream has no times, or invented ones
+    is_timed = not container.format.flags & _NO_TIMESTAMPS and all(pts is not None for pts, _ in shown)
+    starts = np.sort([pts for pts, _ in shown]) if is_timed else np.zeros(0)
+    if len(starts):
+        ticks = int(starts[-1] - starts[0])
+        _, last = max(shown)
+        seconds = (ticks + (last or ticks / max(1, len(shown) - 1))) * tick or seconds
+    if not shown or not seconds:
+        raise ValueError(f"video: {name} has no frames, or no frame rate, that can be read")
 
-    rate = float(stream.average_rate or stream.guessed_rate or 0)
-    tick = float(stream.time_base)
-    end = (packets.starts + packets.lengths).max() * tick
-    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:  # the header declares more
-        containers.check_complete(container, packets, name)
-    if rate and (not is_timed or _is_steady(np.sort(packets.starts), rate, tick)):
-        return Listing(total, rate, tick, None, stream.frames > 0)
-    return containers.listing_at_average_rate(container, packets, name)
+    is_mp4 = "mp4" in container.format.name and stream.duration
+    promised = stream.frames / rate if rate else 0.0
+    if is_mp4:
+        promised = stream.duration * tick  # without the frames that an edit list hides
+    if promised - seconds > 1.5 * seconds / len(shown):
+        raise ValueError(f"video: {name} is truncated: it ends after {seconds:.2f} s of {promised:.2f} s")
+    if rate and (not is_timed or _is_steady(starts, rate, tick)):
+        return Listing(len(shown), rate, tick)
+    return Listing(len(shown), len(shown) / (promised if is_mp4 else seconds), tick, int(starts[0]))
 
 
 def _is_shown(packet, codec: str) -> bool:
@@ -237,52 +240,57 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
 
-def _decode_forward(
-    container, indices: Sequence[int], name: str, limits: MediaLimits
-) -> tuple[np.ndarray, list[int | None], int]:
+def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> tuple[np.ndarray, list[int | None], int]:
     """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many were decoded."""
     wanted = set(indices)
     frames = _NO_FRAMES
     ticks: list[int | None] = []
     decoded = 0
-    container.streams.video[0].thread_type = "AUTO"
-    for decoded, frame in enumerate(container.decode(video=0), 1):
-        if decoded - 1 in wanted:
-            image = frame.to_ndarray(format="rgb24")
-            if "DISPLAYMATRIX" in frame.side_data:
-                image = containers.upright(image, frame.side_data["DISPLAYMATRIX"], name)
-            frames = _put(image, len(ticks), frames, len(indices), f"video: {name}", limits)
-            ticks.append(frame.pts)
-        if decoded > indices[-1]:
-            break
+    with _opened(name) as container:
+        container.streams.video[0].thread_type = "AUTO"
+        for decoded, frame in enumerate(container.decode(video=0), 1):
+            if decoded - 1 in wanted:
+                image = upright(frame.to_ndarray(format="rgb24"), frame.side_data.get("DISPLAYMATRIX"))
+                frames = _put(image, len(ticks), frames, len(indices), f"video: {name}", limits)
+                ticks.append(frame.pts)
+            if decoded > indices[-1]:
+                break
     return frames, ticks, decoded
+
+
+def upright(image: np.ndarray, matrix) -> np.ndarray:
+    """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
+
+    matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset
+    are not applied, and an oblique angle counts as the nearest quarter turn. FFmpeg's programs do the same with their
+    transpose, hflip and vflip filters.
+    """
+    if matrix is None:
+        return image
+    (a, b, _), (c, d, _), _ = np.frombuffer(matrix, np.int32).reshape(3, 3).astype(float)
+    if abs(b) + abs(c) > abs(a) + abs(d):  # rotated by a quarter turn
+        image, a, d = image.swapaxes(0, 1), c, b
+    return image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
 def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: str, limits: MediaLimits) -> np.ndarray:
     """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first call allocates it."""
     if place == 0:
-        shape = (count, *image.shape)
-        size = math.prod(shape)
-        if size > limits.max_video_bytes:
-            raise refusals.too_many_frames(what, shape, limits.max_video_bytes)
-        frames = np.empty(shape, np.uint8) if size <= FRAMES_IN_MEMORY else frames_on_disk(shape, what)
+        if (size := count * image.size) > limits.max_video_bytes:
+            most = (
+                f"max_video_bytes is {limits.max_video_bytes:,}; take fewer, or raise it with limits=MediaLimits(...)"
+            )
+            raise ValueError(f"{what}: {count} frames need {size:,} bytes, but {most}")
+        frames = np.empty((count, *image.shape), np.uint8)
     elif image.shape != frames.shape[1:]:
-        raise refusals.unequal_frames(what, frames.shape[1:], image.shape)
+        raise ValueError(f"{what}: expected frames of one size, got {frames.shape[1:]} and {image.shape}")
     frames[place] = image
     return frames
 
 
 def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:
     fps = len(indices) / total * source_fps
-    return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
-
-
-def _checked_sample(sample: Callable[[int, float], Sequence[int]], total: int, source_fps: float) -> list[int]:
-    """Return the indices chosen by a caller's rule; raise ValueError unless they increase and are within the video."""
-    indices = [index(i) for i in sample(total, source_fps)]
-    if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
-        raise ValueError(f"sample: expected one or more increasing indices from 0 to {total - 1}, got {indices}")
-    return indices
+    return Video(frames, fps, float(source_fps), tuple(map(int, indices)), total, total / source_fps)
 
 
 def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
@@ -291,15 +299,12 @@ def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
         return frames.frames
     if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):
         raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
-    if not isinstance(frames, Sequence) and frames.ndim != 4:
-        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
-    if not (isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3):
-        given, frames = frames, _NO_FRAMES
-        for i, frame in enumerate(given):
-            frames = _put(np.asarray(load_image(frame, limits=limits)), i, frames, len(given), "video", limits)
-    if len(frames) == 0:
-        raise ValueError("video: expected at least one frame, got none")
-    _, height, width, _ = frames.shape
-    if width * height <= 1:
-        raise refusals.nothing_to_see("video: a frame", width, height)
-    return frames
+    if len(frames) == 0 or getattr(frames, "ndim", 4) != 4:
+        got = tuple(frames.shape) if hasattr(frames, "shape") else "no frames"
+        raise ValueError(f"video: expected at least one frame, or an array of shape (T, H, W, 3), got {got}")
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3:
+        return frames
+    stacked = _NO_FRAMES
+    for i, frame in enumerate(frames):
+        stacked = _put(np.asarray(load_image(frame, limits=limits)), i, stacked, len(frames), "video", limits)
+    return stacked

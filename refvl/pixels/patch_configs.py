@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from refvl.checks import check_positive_ints
-from refvl.pixels import refusals
-from refvl.pixels.patches import MAX_ASPECT_RATIO, PatchConfig
+from refvl.pixels.patches import PatchConfig, check_aspect_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,10 @@ class Glm4vPatchConfig(PatchConfig):
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """Apply `smart_resize_video` to the frames after padding."""
-        frames = self.padded(num_frames)
-        return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, self.max_pixels)
+        return smart_resize_video(
+            self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
+            min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
 
     def frame_floor(self, num_frames: int) -> int:
         """Return the smallest area of each frame; for one frame, the smallest area of an image."""
@@ -92,7 +92,10 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
         """Return `smart_resize_video`; a single frame counts as a whole grid step, because it is padded to one."""
         frames = max(num_frames, self.temporal_patch_size)
         max_pixels = self.frame_budget(frames) * frames if self.cap_pixels_per_frame else self.max_pixels
-        return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, max_pixels)
+        return smart_resize_video(
+            frames, height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
+            min_pixels=self.min_pixels, max_pixels=max_pixels,
+        )  # fmt: skip
 
     def frame_floor(self, num_frames: int) -> int:
         """Return the smallest area of each frame."""
@@ -118,35 +121,21 @@ def smart_resize_video(
 ) -> tuple[int, int]:
     """Return the (height, width) by GLM's `smart_resize`: budgets count all frames; tiny images are enlarged first.
 
-    num_frames: the number of frames in the video; an image counts as `temporal_factor` frames. temporal_factor: the
-    number of frames per grid step; the budgets count whole steps. Raises ValueError if num_frames is smaller than
-    temporal_factor, and for an aspect ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
-
-    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
-    ((476, 644), (84, 140))
-    """
-    num_frames, height, width, temporal_factor = check_positive_ints(
-        num_frames=num_frames, height=height, width=width, temporal_factor=temporal_factor
-    )
-    if num_frames < temporal_factor:
-        raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
-    return fit_clip(num_frames, height, width, temporal_factor, factor, min_pixels, max_pixels)
-
-
-def fit_clip(
-    num_frames: int, height: int, width: int, temporal_factor: int, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
-    """Do the work of `smart_resize_video`, for checked sizes and at least temporal_factor frames.
+    num_frames: the number of frames in the video, at least temporal_factor; an image counts as temporal_factor frames.
+    temporal_factor: the number of frames per grid step; the budgets count whole steps. Raises ValueError for an aspect
+    ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
     The areas differ from those in `fit_budget`. The budget is compared with the area of all frames, their number
     rounded to whole grid steps. The scale is computed from the area of `num_frames` frames.
+
+    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
+    ((476, 644), (84, 140))
     """
     old_height, old_width = height, width
     if min(height, width) < factor:
         enlarge = max(factor / height, factor / width)
         old_height, old_width = int(height * enlarge), int(width * enlarge)
-    if max(old_height, old_width) > MAX_ASPECT_RATIO * min(old_height, old_width):
-        raise refusals.too_thin(width, height, MAX_ASPECT_RATIO)
+    check_aspect_ratio(old_height, old_width)
     frames = round(num_frames / temporal_factor) * temporal_factor
     new_height = round(old_height / factor) * factor
     new_width = round(old_width / factor) * factor

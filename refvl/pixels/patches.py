@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, check_positive_ints
-from refvl.pixels import refusals, settings
+from refvl.checks import Grid
+from refvl.pixels import settings
 from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
@@ -94,15 +94,11 @@ class PatchConfig:
         """The largest token count of an image, except for images so thin that the short side is one token."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+    def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """Return the (height, width) to which an image, or each of `num_frames` frames, is resized.
 
-        Raises ValueError for an aspect ratio above 200, and TypeError for sizes that are not integers.
+        Raises ValueError for an aspect ratio above 200.
         """
-        return self.target_size(*check_positive_ints(height=height, width=width, num_frames=num_frames))
-
-    def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Do the work of `fit`, for sizes that are already checked."""
         return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
@@ -124,8 +120,7 @@ def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels
     Larger images are rounded down, and smaller images are rounded up. A thin image may exceed max_pixels, because no
     side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
     """
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise refusals.too_thin(width, height, MAX_ASPECT_RATIO)
+    check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -139,17 +134,15 @@ def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels
     return new_height, new_width
 
 
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Raise ValueError for an aspect ratio above 200."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        sizes = f"{width} x {height} pixels"
+        raise ValueError(f"width, height: expected an aspect ratio of at most {MAX_ASPECT_RATIO}, got {sizes}")
+
+
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """Return the grid (t, h, w) in patches of an image or a video of this size, without touching a pixel.
-
-    Raises ValueError for an aspect ratio above 200, and TypeError for sizes that are not integers.
-    """
-    num_frames, height, width = check_positive_ints(num_frames=num_frames, height=height, width=width)
-    return grid_of(height, width, config, num_frames)
-
-
-def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """Do the work of `plan_grid`, for sizes that are already checked."""
+    """Return the grid (t, h, w) in patches of an image or a video of this size, without touching a pixel."""
     new_height, new_width = config.target_size(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size

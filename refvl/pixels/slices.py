@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import blame, check_positive_ints, check_shape, read_json
+from refvl.checks import blame, check_shape, read_json
 from refvl.pixels.by_hand import denormalize
-from refvl.pixels.media import load_image
 from refvl.pixels.patches import Levels, level_table
 from refvl.pixels.settings import check_preprocessing, known_fields
 
@@ -119,16 +118,10 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """Return the sizes of the overview and the slices of an image of width x height pixels.
 
     The overview and every slice are scaled to about the area of one square; only an image without slices may be
-    enlarged to that area. Raises TypeError or ValueError for a size that is not a positive integer, and ValueError for
-    an aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
+    enlarged to that area. Raises ValueError for an aspect ratio above `config.max_aspect_ratio`. Upstream:
+    `find_best_resize`, `get_refine_size`.
     """
-    width, height = check_positive_ints(width=width, height=height)
-    return slices_of_size(width, height, config)
-
-
-def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """Plan the slices of an image that came from `load_image`; see `plan_slices`."""
-    grid = best_grid(width, height, config)
+    grid = slice_grid(width, height, config)
     if max(width, height) > config.max_aspect_ratio * min(width, height):
         raise ValueError(
             f"width, height: expected an aspect ratio of at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
@@ -155,12 +148,6 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)
     """
-    width, height = check_positive_ints(width=width, height=height)
-    return best_grid(width, height, config)
-
-
-def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """Return the grid for a size that has been checked; see `slice_grid`."""
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -178,14 +165,9 @@ def fit_area(width: int, height: int, config: SliceConfig) -> Size:
     return max(round(new_width / P), 1) * P, max(round(new_height / P), 1) * P
 
 
-def slice_image(image, config: SliceConfig) -> list[Image.Image]:
-    """Cut anything that `load_image` accepts into [overview, slices row by row]; errors as in `plan_slices`."""
-    loaded = load_image(image)
-    return cut_slices(loaded, plan_slices(*loaded.size, config))
-
-
-def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
-    """Cut an image that came from `load_image` according to its plan."""
+def slice_image(image: Image.Image, config: SliceConfig) -> list[Image.Image]:
+    """Cut an image that came from `load_image` into [overview, slices row by row]; errors as in `plan_slices`."""
+    plan = plan_slices(*image.size, config)
     overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
     if plan.grid is None or plan.cell is None:
         return [overview]
@@ -196,24 +178,19 @@ def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
     return [overview, *(enlarged.crop((left, top, left + width, top + height)) for left, top in corners)]
 
 
-def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
-    """Return (patch rows, tgt_sizes).
+def patchify_slices(image: Image.Image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
+    """Return (patch rows, tgt_sizes) of an image that came from `load_image`.
 
-    The rows of all slices in order are (N, 3*P*P) float32; image: as in `load_image`.
+    The rows of all slices in order are (N, 3*P*P) float32.
     """
-    loaded = load_image(image)
-    plan = plan_slices(*loaded.size, config)
-    return levels_of_slices([loaded], plan, config).normalize(), plan.tgt_sizes
+    return levels_of_slices([image], config).normalize(), plan_slices(*image.size, config).tgt_sizes
 
 
-def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: SliceConfig) -> Levels:
-    """Return the unnormalised rows of images that came from `load_image` and have the same size.
-
-    plan: the `SlicePlan` for that size.
-    """
+def levels_of_slices(images: Iterable[Image.Image], config: SliceConfig) -> Levels:
+    """Return the unnormalised rows of images that came from `load_image`, one after the other."""
     rows = list[Tensor]()
     for image in images:
-        for part in cut_slices(image, plan):
+        for part in slice_image(image, config):
             pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)
             rows.append(slice_rows(pixels, config.patch_size))
     return Levels(torch.cat(rows).unflatten(1, (3, 1, -1)), level_table(config))

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, Patches, grid_of, levels_of_frames, levels_of_image
+from refvl.pixels.patches import PatchConfig, Patches, levels_of_frames, levels_of_image, plan_grid
 from refvl.processors.messages import as_messages, media_of, texts_of
 from refvl.processors.planning import PlansMedia
 from refvl.processors.special_tokens import SpecialTokensAsText
@@ -119,11 +119,11 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return self.media_tokens("video", layout)
 
     def _image_layout(self, image: Image.Image) -> Any:
-        return grid_of(image.height, image.width, self.image_config)
+        return plan_grid(image.height, image.width, self.image_config)
 
     def _video_layout(self, video: Video) -> Any:
         _, height, width, _ = video.frames.shape
-        return grid_of(height, width, self.video_config, len(self._frames_read(video)))
+        return plan_grid(height, width, self.video_config, len(self._frames_read(video)))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """Return the extents that the language model sees for an item of this layout; text separates a video's frames.

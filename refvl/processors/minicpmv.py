@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from refvl.merge import MediaTokens
 from refvl.pixels.patches import Patches
-from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_slices, slices_of_size
+from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_slices, plan_slices
 from refvl.processors.chat import ChatProcessor
 from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideos
 from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
@@ -99,17 +99,17 @@ class MiniCPMVProcessor(ChatProcessor):
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        plan = slices_of_size(*image.size, self.image_config)
-        rows = levels_of_slices([image], plan, self.image_config)
+        plan = plan_slices(*image.size, self.image_config)
+        rows = levels_of_slices([image], self.image_config)
         merged = SlicedMedia("image", (len(plan.layout), 1, self.query_num), grid=plan.grid)
         return Patches(image, rows, plan.layout, merged)
 
     def _image_extents(self, image: Image.Image) -> SlicedMedia:
-        plan = slices_of_size(*image.size, self.image_config)
+        plan = plan_slices(*image.size, self.image_config)
         return SlicedMedia("image", (len(plan.layout), 1, self.query_num), grid=plan.grid)
 
     def _image_layout(self, image: Image.Image) -> SliceLayout:
-        return slices_of_size(*image.size, self.image_config).layout
+        return plan_slices(*image.size, self.image_config).layout
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """Return the item as sets of query_num tokens; second_per_grid is not used."""

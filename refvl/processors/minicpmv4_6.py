@@ -23,7 +23,7 @@ from refvl.checks import read_json
 from refvl.merge import MediaTokens
 from refvl.pixels.media import Video
 from refvl.pixels.patches import Levels
-from refvl.pixels.slices import SliceConfig, SliceLayout, SlicePlan, levels_of_slices, slices_of_size
+from refvl.pixels.slices import SliceConfig, SliceLayout, SlicePlan, levels_of_slices, plan_slices
 from refvl.processors.chat import Patches
 from refvl.processors.minicpmv_video import FrameConfig, TakesVideos
 from refvl.processors.minicpmv_vocabulary import MARKS
@@ -98,7 +98,7 @@ class MiniCPMV4_6Processor(TakesVideos):
     def largest_picture(self) -> int:
         """The number of tokens of the largest square image."""
         side = self.image_config.scale_resolution * self.image_config.max_slice_nums
-        return self.media_tokens("image", slices_of_size(side, side, self.image_config).layout).num_tokens
+        return self.media_tokens("image", plan_slices(side, side, self.image_config).layout).num_tokens
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> FoldedMedia:
         """Return the item as runs of h x w tokens; second_per_grid is not used."""
@@ -107,19 +107,19 @@ class MiniCPMV4_6Processor(TakesVideos):
         return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        plan = slices_of_size(*image.size, self.image_config)
-        rows = levels_of_slices([image], plan, self.image_config)
+        plan = plan_slices(*image.size, self.image_config)
+        rows = levels_of_slices([image], self.image_config)
         return Patches(image, rows, plan.layout, self._image_extents(image))
 
     def _image_extents(self, image: Image.Image) -> FoldedMedia:
-        plan = slices_of_size(*image.size, self.image_config)
+        plan = plan_slices(*image.size, self.image_config)
         return replace(self.media_tokens("image", plan.layout), grid=plan.grid)
 
     def _image_layout(self, image: Image.Image) -> SliceLayout:
-        return slices_of_size(*image.size, self.image_config).layout
+        return plan_slices(*image.size, self.image_config).layout
 
     def _patchify_video(self, video: Video) -> Patches:
-        rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
+        rows = levels_of_slices(map(Image.fromarray, video.frames), self._frame_config())
         layout = self._video_layout(video)
         return Patches(video, rows, layout, self._video_extents(video, layout))
 
@@ -134,12 +134,14 @@ class MiniCPMV4_6Processor(TakesVideos):
         at_once = max(1, max_tokens // self.media_tokens("video", plan.layout).num_tokens)
         for start in range(0, len(video.frames), at_once):
             part = video.frames[start : start + at_once]
-            yield plan.layout * len(part), levels_of_slices(map(Image.fromarray, part), plan, self.image_config)
+            yield plan.layout * len(part), levels_of_slices(map(Image.fromarray, part), self._frame_config())
 
     def _plan_frame(self, video: Video) -> SlicePlan:
         _, height, width, _ = video.frames.shape
-        config = replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
-        return slices_of_size(width, height, config)
+        return plan_slices(width, height, self._frame_config())
+
+    def _frame_config(self) -> SliceConfig:
+        return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:

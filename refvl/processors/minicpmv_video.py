@@ -19,7 +19,7 @@ from PIL import Image
 from refvl.checks import check_positive_int, read_json
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patches import Levels, Patches
-from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, slices_of_size
+from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, plan_slices
 from refvl.processors.chat import ChatProcessor
 
 TENTHS = 10  # temporal ids count tenths of a second
@@ -81,23 +81,23 @@ class TakesVideos(ChatProcessor):
 
     def _patchify_video(self, video: Video) -> Patches:
         layout = self._video_layout(video)
-        rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
+        rows = levels_of_slices(map(Image.fromarray, video.frames), replace(self.image_config, max_slice_nums=1))
         return Patches(video, rows, layout, self.media_tokens("video", layout))
 
     def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
-        plan, layout = self._plan_frame(video), self._video_layout(video)
+        layout = self._video_layout(video)
         frames, at_once = iter(video.frames), max(1, max_tokens // self.query_num)
         for start in range(0, len(layout), at_once):
             part = layout[start : start + at_once]
             taken = islice(frames, sum(len(group.slices) for group in part))
-            yield part, levels_of_slices(map(Image.fromarray, taken), plan, self.image_config)
+            yield part, levels_of_slices(map(Image.fromarray, taken), replace(self.image_config, max_slice_nums=1))
 
     def _video_layout(self, video: Video) -> SliceLayout:
         return self.group(video, self._plan_frame(video).tgt_sizes[0])
 
     def _plan_frame(self, video: Video) -> SlicePlan:
         _, height, width, _ = video.frames.shape
-        return slices_of_size(width, height, replace(self.image_config, max_slice_nums=1))
+        return plan_slices(width, height, replace(self.image_config, max_slice_nums=1))
 
 
 class PacksFrames(TakesVideos):

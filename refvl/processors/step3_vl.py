@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import PretrainedConfig
 
 from refvl.merge import MediaTokens
-from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
+from refvl.pixels.crops import CropConfig, CropLayout, patchify_crops, plan_crops
 from refvl.pixels.patches import Patches
 from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
@@ -89,7 +89,7 @@ class Step3VLProcessor(ChatProcessor):
         return plan_crops(*image.size, self.image_config).layout
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        rows, layout = rows_of_crops(image, self.image_config)
+        rows, layout = patchify_crops(image, self.image_config)
         return Patches(image, rows, layout, self.media_tokens("image", layout))
 
     def media_tokens(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from refvl.checks import read_json
-from refvl.processors.templates import is_plain, render_in_child
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -18,8 +17,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
     """Load the tokenizer of a checkpoint folder with `read`, and its chat template; `template` is the fallback.
 
-    Returns None if the folder has no tokenizer. Code in the folder is never run. A chat template that may take long
-    is rendered in a child process (`refvl.processors.templates`). Raises ValueError naming the file or folder.
+    Returns None if the folder has no tokenizer. Code in the folder is never run; transformers renders a chat template
+    in jinja2's sandbox. Raises ValueError naming the file or folder.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
@@ -37,7 +36,4 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
     if not str(tokenizer.chat_template or "").strip():
         wanted = "chat_template.jinja, or a chat template in tokenizer_config.json"
         raise ValueError(f"{folder}: expected {wanted}, got neither")
-    written_here = template is not None and tokenizer.chat_template == template
-    if not (written_here or (isinstance(tokenizer.chat_template, str) and is_plain(tokenizer.chat_template))):
-        tokenizer.apply_chat_template = partial(render_in_child, tokenizer.apply_chat_template)
     return tokenizer

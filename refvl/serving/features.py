@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from refvl.arguments import is_grid
 from refvl.encoders.tower import send_rows
-from refvl.pixels.crops import CropLayout, plan_cuts
+from refvl.pixels.crops import CropLayout, plan_crops
 from refvl.pixels.patches import Patches
 from refvl.serving.images import is_video
 
@@ -82,7 +82,7 @@ def cuts_of(model: Any, patches: Patches) -> list[Cut]:
     if is_grid(layout):
         return [Cut(whole, layout, tokens.thw)]
     if isinstance(layout, CropLayout):
-        plan = plan_cuts(width, height, model.processor.image_config)
+        plan = plan_crops(width, height, model.processor.image_config)
         x, y = (padded / side for padded, side in zip(plan.padded, plan.canvas, strict=True))
         boxes = [(left * x, top * y, right * x, bottom * y) for left, top, right, bottom in plan.boxes]
         sides = [model.encoder.crop_side] * layout.crops + [model.encoder.image_side]

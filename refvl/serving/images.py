@@ -21,7 +21,6 @@ from urllib.parse import quote_from_bytes
 from PIL import Image
 
 from refvl.pixels.formats import image_suffixes
-from refvl.pixels.images import MediaLimits, open_image
 from refvl.pixels.media import Video
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
@@ -68,7 +67,7 @@ class MediaFile:
 
     def source(self) -> Path | Image.Image:
         """Return an input for `load_image` or `load_video`; raise ValueError for a tar member that is not an image."""
-        return self.path if self.begin is None else open_image(self._member(), self.name, MediaLimits())
+        return self.path if self.begin is None else Image.open(self._member())
 
     def _member(self) -> BytesIO:
         with open(self.path, "rb") as file:

@@ -125,7 +125,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     The item is an image, not a video, because GLM's budgets count frames. If it were planned as a video of sixteen
     frames, its area would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
-    return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
+    return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:

@@ -89,7 +89,7 @@ def test_whole_numbers_are_within_half_a_patch(width, height, family, corners):
 def test_the_resized_size_is_the_grid_times_the_patch(width, height):
     """What `space_of` says of grids. Oracle: the processor's own plan."""
     config = PatchConfig()
-    new_height, new_width = config.fit(height, width)
+    new_height, new_width = config.target_size(height, width)
     _, h, w = plan_grid(height, width, config)
     assert boxes.space_of("Qwen2.5-VL", (14 * w, 14 * h)) == (new_width, new_height)
 

@@ -73,7 +73,7 @@ def test_other_families_are_recorded_too(folder, asked):
 
 def test_a_bilinear_resize_is_found(monkeypatch, theirs):
     def bilinear(image, config):
-        height, width = config.fit(image.height, image.width)
+        height, width = config.target_size(image.height, image.width)
         return image.resize((width, height), Image.Resampling.BILINEAR)
 
     monkeypatch.setattr(patches, "resize_image", bilinear)

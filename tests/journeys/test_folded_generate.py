@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMi
 
 import refvl
 from refvl.pixels.media import Video
-from refvl.pixels.slices import SliceConfig, slices_of_size
+from refvl.pixels.slices import SliceConfig, plan_slices
 
 pytestmark = NEEDS_5_23
 NAMES = ["MiniCPM-V 4.6", "MiniCPM-V 4.6, 4x", "MiniCPM-V 4.7"]
@@ -126,7 +126,7 @@ def test_slices_are_those_of_transformers():
     theirs = MiniCPMV4_6ImageProcessorPil()
     for width, height in RANDOM.integers(30, 3000, (300, 2)).tolist():
         for mode, multiple in (("16x", 4), ("4x", 2)):
-            plan = slices_of_size(width, height, SliceConfig(multiple=multiple))
+            plan = plan_slices(width, height, SliceConfig(multiple=multiple))
             grid = theirs.get_sliced_grid((height, width), 9, 448)
             assert plan.grid == (tuple(grid[::-1]) if grid else None)
             rule = {"scale_resolution": 448, "patch_size": 14, "downsample_mode": mode}

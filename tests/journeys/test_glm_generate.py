@@ -190,7 +190,7 @@ def test_a_frame_given_twice_is_looked_at_once(dense):
 def test_an_odd_clip_is_planned_as_it_is_padded(frames):
     config = Glm4vPatchConfig.for_video(max_pixels=200_000)
     sizes = [(height, width) for height in range(60, 400, 37) for width in range(60, 400, 41)]
-    ours = [config.fit(*size, frames) for size in sizes]
+    ours = [config.target_size(*size, frames) for size in sizes]
     budgets = {"min_pixels": 112 * 112, "max_pixels": 200_000}
     assert ours == [smart_resize_video(frames + 1, *size, **budgets) for size in sizes]
 

@@ -209,7 +209,7 @@ def image_mean(vlm, patch) -> None:
 
 def bilinear(vlm, patch) -> None:
     def resize_image(image, config):
-        height, width = config.fit(image.height, image.width)
+        height, width = config.target_size(image.height, image.width)
         return image.resize((width, height), Image.Resampling.BILINEAR)
 
     patch.setattr(patches, "resize_image", resize_image)

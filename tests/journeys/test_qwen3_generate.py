@@ -189,11 +189,11 @@ def test_sizes_follow_the_budget_of_each_kind(frames):
     assert (clip.frame_floor(counted), clip.frame_budget(counted)) == (-(-128 * 32 * 32 // counted), 200_000 // counted)
     for height, width in ((height, width) for height in range(60, 400, 97) for width in range(60, 400, 41)):
         images = {"factor": 32, "min_pixels": 65536, "max_pixels": 200_000}
-        assert picture.fit(height, width) == smart_resize(height, width, **images)
-        assert clip.fit(height, width, frames) == smart_resize_video(
+        assert picture.target_size(height, width) == smart_resize(height, width, **images)
+        assert clip.target_size(height, width, frames) == smart_resize_video(
             counted, height, width, max_pixels=200_000, **budgets
         )
-        assert capped.fit(height, width, frames) == smart_resize_video(
+        assert capped.target_size(height, width, frames) == smart_resize_video(
             counted, height, width, max_pixels=share * counted, **budgets
         )
 

@@ -27,7 +27,7 @@ import refvl
 from refvl import checkpoints
 from refvl.loading import NoText
 from refvl.paths import DATA
-from refvl.pixels.crops import cut_loaded, prepare_pixels
+from refvl.pixels.crops import cut_crops, prepare_pixels
 from refvl.serving.images import is_video
 
 RANDOM = np.random.default_rng(0)
@@ -306,7 +306,7 @@ def test_states_of_cuts_are_those_of_transformers(name):
 
 def test_a_crop_of_step3_is_what_its_encoder_makes_of_one_square():
     model, config = random_model("Step3-VL"), random_model("Step3-VL").processor.image_config
-    overview, crops, _ = cut_loaded(PICTURE, config)
+    overview, crops, _ = cut_crops(PICTURE, config)
     squares = [prepare_pixels(x, config.crop_size, config) for x in crops] + [prepare_pixels(overview, 84, config)]
     for (_, ours), square in zip(model.feature_map(PICTURE), squares, strict=True):
         with torch.no_grad():

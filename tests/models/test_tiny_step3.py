@@ -113,7 +113,7 @@ def test_training_sees_the_rows_that_patchify_makes(crops):
     config = CropConfig(image_size=84, crop_size=56, max_side=336, enable_crops=crops)
     pixels = [pages.render(page) for page in drawn(3)]
     rows, layouts = TinyStep3(enable_crops=crops).patchify(torch.from_numpy(np.stack(pixels))[:, None])
-    expected = [patchify_crops(page, config) for page in pixels]
+    expected = [patchify_crops(load_image(page), config) for page in pixels]
     assert layouts == [layout for _, layout in expected]
     assert_agree(rows, torch.cat([rows for rows, _ in expected]), 4)
 

@@ -1,7 +1,6 @@
 """Where Step3-VL cuts a picture, and the pixels that its encoder gets."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "step3_vl.json").rea
 TINY = CropConfig(image_size=84, crop_size=56, max_side=336)
 
 sides = st.integers(1, 5000)
-pictures = st.tuples(sides, sides).filter(lambda size: plan_crops(*size).layout.crops <= 64)
+pictures = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))
 
 
 def picture(width, height, seed=0):
@@ -57,11 +56,6 @@ def test_plans_equal_golden(case):
         assert corners[: len(case["windows"])] == case["windows"]
     if "newline_mask" in case:
         assert [*plan.layout.newline_mask] == case["newline_mask"]
-
-
-def test_the_golden_cases_are_all_there():
-    assert len(GOLDEN["patcher"]) == 20
-    assert {case["num_patches"] > 0 for case in GOLDEN["patcher"]} == {True, False}
 
 
 @pytest.mark.parametrize(("width", "height", "crops", "newlines"), GOLDEN["patcher_disabled"])
@@ -168,39 +162,13 @@ def test_a_thin_strip_is_padded_black_to_the_right_or_below():
     assert cut_crops(picture(100, 25))[2].padded == (100, 25)  # the ratio is 4, not above
 
 
-@pytest.mark.parametrize("short", [1, 2, 20, 31])
-@pytest.mark.parametrize("long", [337, 400, 672, 1000, 3001])
-def test_a_long_thin_strip_is_the_resized_square_to_the_bit(short, long):
-    """Oracle: the square built in full and resized by Pillow, both ways round, at factors that divide and do not."""
-    for size in ((short, long), (long, short)):
-        image = picture(*size)
-        square = Image.new("RGB", (long, long))
-        square.paste(image)
-        overview, _, plan = cut_crops(image, TINY)
-        assert np.array_equal(np.array(overview), np.array(square.resize(plan.resized, Image.Resampling.BILINEAR)))
-
-
-def test_a_thin_strip_takes_no_more_memory_than_its_overview():
-    """1 x 60000 pixels used to ask for a square of 10.8 GB; the overview of 3024 x 3024 is 27 MB, in Pillow 37 MB."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for size in ((1, 60_000), (60_000, 1), (31, 60_000)):
-        overview, crops, plan = cut_crops(Image.new("RGB", size, "white"))
-        assert plan.padded == (60_000, 60_000) and overview.size == plan.resized == (3024, 3024) and len(crops) == 36
-        # A white line of less than half a pixel is grey; most of the square is black.
-        assert 0 < np.asarray(overview).max() <= 255 and not np.asarray(overview)[8:, 8:].any()
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**30
-
-
-def test_strips_that_would_become_thousands_of_crops_are_refused():
-    """33 x 40000 pixels are scaled to 2 x 3024, and each crop would be a window of 2 x 2."""
-    with pytest.raises(
-        ValueError, match="image: 33 x 40000 pixels give 1512 crops of 2 pixels, but max_crops of CropConfig is"
-    ):
-        cut_crops(Image.new("RGB", (33, 40_000)))
-    assert len(cut_crops(Image.new("RGB", (33, 336)), TINY)[1]) == 10
-    with pytest.raises(ValueError, match="give 10 crops.*max_crops of CropConfig is 9"):
-        cut_crops(Image.new("RGB", (33, 336)), replace(TINY, max_crops=9))
+def test_an_image_thinner_than_1_to_200_is_refused():
+    """At the limit, a small image becomes a square of 6200 pixels per side; one pixel more is an error."""
+    overview, _, plan = cut_crops(Image.new("RGB", (31, 6200), "white"))
+    assert plan.padded == (6200, 6200) and overview.size == plan.resized == (3024, 3024)
+    for size in ((31, 6201), (6201, 31)):
+        with pytest.raises(ValueError, match=f"aspect ratio of at most 200, got {size[0]} x {size[1]} pixels"):
+            plan_crops(*size)
 
 
 def test_a_low_canvas_is_black_below():
@@ -262,16 +230,6 @@ def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():
     assert torch.equal(rows[64:], square_patch_rows(prepare_pixels(overview, 84, TINY)[None], 14))
 
 
-def test_anything_that_loads_as_a_picture_is_cut(tmp_path):
-    """A path, a picture with a palette, an array: the same rows."""
-    image = picture(60, 100).quantize(64)
-    image.save(tmp_path / "picture.png")
-    want, layout = patchify_crops(image.convert("RGB"), TINY)
-    for source in (image, tmp_path / "picture.png", np.array(image.convert("RGB"))):
-        rows, same = patchify_crops(source, TINY)
-        assert (torch.equal(rows, want), same) == (True, layout)
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,14 +275,3 @@ def test_the_config_of_a_model_says_the_sizes():
     want = CropConfig(image_size=84, crop_size=56)
     assert CropConfig.from_hf(vision) == CropConfig.from_hf({"vision_config": vision, "image_size": 7}) == want
     assert CropConfig.from_hf({"image_size": 728, "patch_size": 14}) == CropConfig()
-
-
-@pytest.mark.parametrize(("width", "height", "name"), [(0, 5, "width"), (5, -1, "height")])
-def test_sizes_that_cannot_be(width, height, name):
-    with pytest.raises(ValueError, match=f"{name}: must be at least 1"):
-        plan_crops(width, height)
-
-
-def test_pixels_that_are_no_squares():
-    with pytest.raises(ValueError, match="pixels: expected squares of at least 14 px, got shape"):
-        square_patch_rows(torch.zeros(1, 3, 28, 42), 14)

@@ -2,10 +2,11 @@
 
 import hashlib
 import math
+import os
 import re
 import struct
 import sys
-from dataclasses import replace
+import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from refvl.paths import DATA
-from refvl.pixels.containers import Packets
-from refvl.pixels.media import Video, as_frames, load_image, load_video, sample_frame_indices
+from refvl.pixels import media
+from refvl.pixels.media import MediaLimits, Video, as_frames, load_image, load_video, sample_frame_indices
 
 av = pytest.importorskip("av")
 
@@ -125,19 +126,13 @@ def test_arrays_and_tensors_are_the_same_picture(dtype):
     "source, error, message",
     [
         (3, TypeError, "image: expected a path, a PIL image, a numpy array or a torch tensor, got int"),
-        (None, TypeError, "got NoneType"),
-        (np.zeros((4, 5, 2), np.uint8), ValueError, r"\(H, W, 1 \| 3 \| 4\), got \(4, 5, 2\)"),
-        (np.zeros((3, 4, 5), np.uint8), ValueError, r"got \(3, 4, 5\)"),
-        (np.zeros(4, np.uint8), ValueError, r"got \(4,\)"),
-        (torch.zeros(2, 4, 5), ValueError, r"or \(1 \| 3 \| 4, H, W\), got \(2, 4, 5\)"),
-        (np.zeros((4, 5), np.int64), ValueError, "expected dtype uint8, uint16 or float, got int64"),
-        (np.zeros((4, 5), bool), ValueError, "got bool"),
-        (np.full((4, 5), 1.5), ValueError, r"expected floats in \[0, 1\], got values from 1.5 to 1.5"),
-        (np.full((4, 5), -0.1), ValueError, "expected floats in"),
-        (np.full((4, 5), np.nan), ValueError, "expected floats in"),
+        (np.zeros((4, 5, 2), np.uint8), ValueError, r"or a tensor \(1 \| 3 \| 4, H, W\), got \(4, 5, 2\)"),
+        (torch.zeros(2, 4, 5), ValueError, r"got \(2, 4, 5\)"),
+        (np.zeros((4, 5), np.int64), ValueError, r"expected uint8, uint16, or floats in \[0, 1\] .* got int64"),
+        (np.full((4, 5), 1.5), ValueError, "got float64"),
+        (np.full((4, 5), -0.1), ValueError, "got float64"),
+        (np.full((4, 5), np.nan), ValueError, "got float64"),
         (np.zeros((0, 5, 3), np.uint8), ValueError, "5 x 0 pixels"),
-        (Image.new("RGB", (0, 5)), ValueError, "0 x 5 pixels"),
-        (np.zeros((1, 1, 3), np.uint8), ValueError, "1 x 1 pixels; expected at least two"),
     ],
 )
 def test_image_errors(source, error, message):
@@ -145,33 +140,67 @@ def test_image_errors(source, error, message):
         load_image(source)
 
 
-def test_image_file_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"image: no such file: .*nothing\.png"):
-        load_image(tmp_path / "nothing.png")
-    with pytest.raises(ValueError, match="image: expected a file, got the folder"):
-        load_image(tmp_path)
-    (tmp_path / "text.jpg").write_text("not an image")
-    (tmp_path / "empty.png").write_bytes(b"")
-    for name in ("text.jpg", "empty.png"):
-        with pytest.raises(ValueError, match=f"{name} is not an image"):
-            load_image(str(tmp_path / name))
-    Image.new("L", (1, 1)).save(tmp_path / "dot.png")
-    with pytest.raises(ValueError, match=r"dot\.png is 1 x 1 pixels"):
-        load_image(tmp_path / "dot.png")
+@pytest.mark.parametrize("load, kind", [(load_image, "image"), (load_video, "video")])
+def test_only_files_are_opened(tmp_path, load, kind):
+    """A pipe would block, a URL is no file, and a text is refused with the library's reason."""
+    os.mkfifo(tmp_path / "pipe.png")
+    for name in (tmp_path / "nothing.png", tmp_path, tmp_path / "pipe.png", "https://example.com/x.png", "a\0b.png"):
+        with pytest.raises(FileNotFoundError, match=f"{kind}: no such file: "):
+            load(name)
+    (tmp_path / "text.jpg").write_text("neither an image nor a video")
+    with pytest.raises(ValueError, match=rf"{kind}: .*text\.jpg cannot be read: "):
+        load(str(tmp_path / "text.jpg"))
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif", "gif"])
-@pytest.mark.parametrize("part", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("part", [0.3, 0.9])
 def test_truncated_image(tmp_path, suffix, part):
-    """Cut anywhere, a picture is refused, as a path and as an image that Pillow opened without decoding."""
+    """Cut anywhere, an image is refused, as a path and as an image that Pillow opened without decoding."""
     whole, cut = tmp_path / f"whole.{suffix}", tmp_path / f"cut.{suffix}"
     Image.open(PHOTO).save(whole)
     cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * part)])
-    with pytest.raises(ValueError, match=rf"cut\.{suffix} is (truncated|not an image)"):
+    with pytest.raises(ValueError, match=rf"cut\.{suffix} cannot be read: "):
         load_image(cut)
     if suffix == "jpg":
-        with pytest.raises(ValueError, match="the JpegImageFile is truncated"):
+        with pytest.raises(ValueError, match=r"cut\.jpg cannot be read: "):
             load_image(Image.open(cut))
+
+
+@pytest.mark.parametrize("top, wanted", [(200, 200), (255, 255), (256, 1), (51400, 200), (65535, 255)])
+def test_integers_of_8_and_of_16_bits(tmp_path, top, wanted):
+    """Oracle by hand: up to 255 levels are what they are, up to 65535 they are 257 to a level; PPM says its depth."""
+    levels = Image.fromarray(np.array([[0, top]], np.int32))
+    levels.save(tmp_path / "a.tif")
+    for source in (levels, tmp_path / "a.tif"):
+        assert np.asarray(load_image(source))[0, :, 0].tolist() == [0, wanted]
+    (tmp_path / "a.pgm").write_bytes(b"P5 2 1 65535\n" + np.array([0, 255], ">u2").tobytes())
+    assert np.asarray(load_image(tmp_path / "a.pgm"))[0, :, 0].tolist() == [0, 1]
+    Image.fromarray(np.array([[0, 0.5, 1]], np.float32)).save(tmp_path / "b.tif")
+    assert np.asarray(load_image(tmp_path / "b.tif"))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def test_a_damaged_exif_block_is_ignored(tmp_path):
+    """What can be read of it counts: here the orientation, which stands before the damage."""
+    sideways = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0"  # then an entry cut off
+    for block, wanted in ((b"Exif\0\0junkjunkjunk", GRADIENT), (sideways, np.rot90(GRADIENT, -1))):
+        Image.fromarray(GRADIENT).save(tmp_path / "a.png", exif=block)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert np.array_equal(pixels(tmp_path / "a.png"), wanted)
+
+
+def test_limits_are_arguments(tmp_path):
+    """Lowered, met exactly; what is decoded already is not measured again; an opened file is."""
+    Image.fromarray(GRADIENT).save(tmp_path / "a.png")
+    small, exact = MediaLimits(max_image_pixels=53), MediaLimits(max_image_pixels=54)
+    for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
+        with pytest.raises(ValueError, match=r"a\.png cannot be read: it has 9 x 6 pixels; .* max_image_pixels=53"):
+            load_image(source, limits=small)
+    image = load_image(tmp_path / "a.png", limits=exact)
+    assert load_image(image, limits=small).size == load_image(GRADIENT, limits=small).size == (9, 6)
+    (tmp_path / "a.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    with pytest.raises(ValueError, match="an EPS file is a program"):
+        load_image(tmp_path / "a.eps")
 
 
 # --- which frames
@@ -237,13 +266,8 @@ def test_examples_by_hand():
     assert sample_frame_indices(100, 25.0, num_frames=1) == [0, 50]  # a temporal patch has two frames
     assert len(sample_frame_indices(10_000, 25.0)) == 768  # the frame cap
     assert len(sample_frame_indices(61, 25.0, num_frames=14)) == 14  # 15 upstream, the last past the end
-
-
-@pytest.mark.parametrize("total, wanted", [(1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1, 2, 3])])
-def test_very_short_clips(total, wanted):
-    """Fewer frames than min_frames: as many whole temporal patches as there are, or the one frame."""
-    assert sample_frame_indices(total, 25.0) == wanted
-    assert sample_frame_indices(total, 25.0, num_frames=total) == wanted
+    for total, wanted in ((1, [0]), (2, [0, 1]), (3, [0, 1])):  # as many whole temporal patches as there are
+        assert sample_frame_indices(total, 25.0) == sample_frame_indices(total, 25.0, num_frames=total) == wanted
 
 
 @pytest.mark.parametrize(
@@ -363,18 +387,7 @@ def test_a_clip_that_starts_late_starts_at_zero(tmp_path):
     assert video.timestamps == pytest.approx([time / 1000 for time in JUMPS]) and video.duration < 9.1
 
 
-def test_a_last_frame_without_a_length_counts_as_the_mean_of_the_others():
-    """Oracle: by hand, in ticks of half a second."""
-    starts = np.array([20, 0, 4])  # decoded in another order than shown, so the last frame stands first
-    known, unknown, invented = (
-        Packets(starts, np.array([last, 1, 1]), is_timed).seconds(0.5)
-        for last, is_timed in ((6, True), (0, True), (6, False))
-    )
-    assert (known, unknown, invented) == (13.0, 15.0, 0.0)
-    assert Packets(starts[:1], np.zeros(1, dtype=np.int64), is_timed=True).seconds(0.5) == 0.0
-
-
-@pytest.mark.parametrize("rate", [10, 25, Fraction(30000, 1001), Fraction(24000, 1001), 60])
+@pytest.mark.parametrize("rate", [25, Fraction(30000, 1001)])
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts", "a.avi", "a.flv"])
 def test_a_constant_rate_is_the_header_s(tmp_path, name, rate):
     """Oracle: index / rate, though clocks that tick in milliseconds say something else of 29.97."""
@@ -404,13 +417,10 @@ def test_hidden_frames_of_vp8_are_not_counted(tmp_path):
 
 
 def test_packets_without_a_frame(tmp_path, monkeypatch):
-    """Where the packets promise more frames than decoding shows, and no header counts them, the decoder is believed."""
-    from refvl.pixels import media
-
+    """Where the packets promise more frames than decoding shows, the decoder is believed."""
     path = write_clip(tmp_path / "a.mkv", counting_frames(20))
-    with av.open(str(path)) as container:
-        listed = media._list_frames(container, "a", media.LIMITS)
-    monkeypatch.setattr(media, "_list_frames", lambda *_: replace(listed, total=25))
+    listed = media.Listing(total=25, rate=10.0, tick=0.001)
+    monkeypatch.setattr(media, "_list_frames", lambda *_: listed)
     video = load_video(path, num_frames=20)
     assert video.total_num_frames == 20 and brightness(video.frames) == list(range(20))
 
@@ -424,19 +434,6 @@ def test_display_matrices(tmp_path, matrix):
     wanted = shown_by_ffmpeg(shown)
     assert np.array_equal(load_video(shown, num_frames=len(wanted)).frames, wanted)
     assert (matrix == (1, 0, 0, 1)) == np.array_equal(wanted, shown_by_ffmpeg(plain)), "each looks different"
-
-
-def test_scaled_and_oblique_display_matrices(tmp_path):
-    """A scale is not applied, as in FFmpeg's program. A rotation by 30 degrees is refused."""
-    data = write_clip(tmp_path / "plain.mp4", counting_frames(4)).read_bytes()
-    (tmp_path / "wide.mp4").write_bytes(with_matrix(data, -2, 0, 0, 1))
-    wanted = shown_by_ffmpeg(tmp_path / "wide.mp4")
-    assert np.array_equal(load_video(tmp_path / "wide.mp4", num_frames=len(wanted)).frames, wanted)
-    (tmp_path / "oblique.mp4").write_bytes(with_matrix(data, 0.87, 0.5, -0.5, 0.87))
-    with pytest.raises(
-        ValueError, match=r"video: .*oblique\.mp4 has a display matrix whose angle is not a multiple of 90 degrees"
-    ):
-        load_video(tmp_path / "oblique.mp4")
 
 
 def test_trimmed_phone_clip(tmp_path):
@@ -476,15 +473,9 @@ def test_frames_in_memory():
         (3, TypeError, "video: expected a path, a list of frames, an array or a Video, got int"),
         ([], ValueError, "video: expected at least one frame"),
         (np.zeros((0, 4, 4, 3), np.uint8), ValueError, "video: expected at least one frame"),
-        (
-            np.zeros((4, 4, 3), np.uint8),
-            ValueError,
-            r"expected an array of shape \(T, H, W, 3\), got \(4, 4, 3\)",
-        ),
-        (np.zeros((2, 1, 1, 3), np.uint8), ValueError, "video: a frame is 1 x 1 pixels"),
-        (np.zeros((2, 0, 4, 3), np.uint8), ValueError, "video: a frame is 4 x 0 pixels"),
-        (np.zeros((2, 4, 4, 3), np.int32), ValueError, "expected dtype uint8"),
-        ([np.zeros((4, 4)), np.zeros((4, 6))], ValueError, "one size, got 4 x 4 and 6 x 4 pixels"),
+        (np.zeros((4, 4, 3), np.uint8), ValueError, r"an array of shape \(T, H, W, 3\), got \(4, 4, 3\)"),
+        (np.zeros((2, 4, 4, 3), np.int32), ValueError, "expected uint8"),
+        ([np.zeros((4, 4)), np.zeros((4, 6))], ValueError, r"one size, got \(4, 4, 3\) and \(4, 6, 3\)"),
     ],
 )
 def test_frames_in_memory_errors(source, error, message):
@@ -492,16 +483,23 @@ def test_frames_in_memory_errors(source, error, message):
         load_video(source)
 
 
-def test_clip_file_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"video: no such file: .*nothing\.mp4"):
-        load_video(tmp_path / "nothing.mp4")
-    with pytest.raises(ValueError, match="video: expected a file, got the folder"):
-        load_video(tmp_path)
-    (tmp_path / "text.mp4").write_text("not a clip")
-    (tmp_path / "empty.mp4").write_bytes(b"")
-    for name in ("text.mp4", "empty.mp4"):
-        with pytest.raises(ValueError, match=f"{name} is truncated or not a video"):
-            load_video(tmp_path / name)
+def test_frames_are_counted_before_they_are_kept(tmp_path):
+    """The bytes and the argument to raise; the same for a list of files, before the second is opened."""
+    path, limits = write_clip(tmp_path / "a.mp4", counting_frames()), MediaLimits(max_video_bytes=10 * 64 * 48 * 3)
+    assert len(load_video(path, num_frames=10, limits=limits).frames) == 10
+    for source in (path, [Image.fromarray(frame) for frame in counting_frames(12)]):
+        with pytest.raises(ValueError, match="12 frames need 110,592 bytes, but max_video_bytes is 92,160"):
+            load_video(source, num_frames=12, limits=limits)
+    with pytest.raises(ValueError, match=r"a\.mp4 has frames of 64 x 48 pixels, but max_image_pixels is 3,071"):
+        load_video(path, limits=MediaLimits(max_image_pixels=3071))
+
+
+def test_names_and_titles_in_another_encoding(tmp_path):
+    """Old disks have Latin-1 names; FFmpeg takes what stands before a colon for a protocol."""
+    plain = write_clip(tmp_path / "plain.mp4", counting_frames(8))
+    for name in (b"caf\xe9.mp4", b"http:x.mp4"):
+        os.link(plain, os.path.join(os.fsencode(tmp_path), name))
+        assert load_video(os.path.join(tmp_path, os.fsdecode(name))).total_num_frames == 8
 
 
 def test_sound_only(tmp_path):
@@ -520,18 +518,18 @@ def test_video_stream_without_frames(tmp_path):
         stream = container.add_stream("libx264", rate=10)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         container.start_encoding()
-    with pytest.raises(ValueError, match=r"a\.avi has no frames that can be decoded"):
+    with pytest.raises(ValueError, match=r"a\.avi has no frames, or no frame rate"):
         load_video(tmp_path / "a.avi")
 
 
-@pytest.mark.parametrize("part", [0.02, 0.1, 0.3, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.95])
 def test_truncated_clip(tmp_path, clip, part):
     """Cut anywhere before the last frame that is wanted: with the index in front, and (x264's default) at the end."""
     written_last = write_clip(tmp_path / "last.mp4", counting_frames())
     for path in (clip, written_last):
         cut = tmp_path / "cut.mp4"
         cut.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-        with pytest.raises(ValueError, match=r"cut\.mp4 (is truncated|has no frames)"):
+        with pytest.raises(ValueError, match=r"cut\.mp4 (is truncated|has no frames|cannot be read)"):
             load_video(cut)
 
 

@@ -70,7 +70,7 @@ def test_pixels_equal_transformers_bit_for_bit(processor, size):
 @pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
 def test_photographs_equal_transformers_bit_for_bit(processor, photo):
     image = Image.open(photo).convert("RGB")
-    rows, _ = patchify_slices(photo, CONFIG)
+    rows, _ = patchify_slices(image, CONFIG)
     assert torch.equal(as_strip(rows), processor(image, return_tensors="pt")["pixel_values"][0])
 
 
@@ -133,7 +133,7 @@ def test_slices_run_row_by_row_and_tile_the_enlarged_picture():
     board = np.repeat(np.repeat(colours, 450, 0), 450, 1)
     config = SliceConfig(max_slice_nums=6)
     assert slice_grid(1350, 900, config) == (3, 2)
-    _, *slices = slice_image(np.stack([board] * 3, -1), config)
+    _, *slices = slice_image(Image.fromarray(np.stack([board] * 3, -1)), config)
     assert [np.asarray(s)[s.height // 2, s.width // 2, 0] for s in slices] == colours.flatten().tolist()
 
 
@@ -181,7 +181,6 @@ def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
         (lambda: SliceConfig(max_slice_nums=0), "max_slice_nums: must be at least 1, got 0"),
         (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
         (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: expected True, the only supported value"),
-        (lambda: slice_grid(0, 10, CONFIG), "width: must be at least 1"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
     ],
 )  # fmt: skip

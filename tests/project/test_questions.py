@@ -79,8 +79,8 @@ def test_a_thin_strip_keeps_one_token_of_width():
     And 332 x 27 px round to 12 tokens and to 1.
     """
     config = PatchConfig(max_pixels=20 * 28 * 28)
-    assert config.fit(639, 31) == (560, 28) and int(31 / (31 * 639 / config.max_pixels) ** 0.5 / 28) == 0
-    assert PatchConfig().fit(27, 332) == (28, 336)
+    assert config.target_size(639, 31) == (560, 28) and int(31 / (31 * 639 / config.max_pixels) ** 0.5 / 28) == 0
+    assert PatchConfig().target_size(27, 332) == (28, 336)
 
 
 def test_the_tower_s_width_has_no_groups_of_128():
@@ -103,8 +103,8 @@ def test_what_groups_fit_the_tower_of_qwen2_5_vl():
 
 def test_a_swapped_size_has_as_many_tokens_at_other_positions():
     """By hand, 640 x 427 px: 23 x 15 tokens; swapped, 15 x 23, so the second row starts elsewhere."""
-    h, w = (side // 28 for side in PatchConfig().fit(427, 640))
-    swapped = tuple(side // 28 for side in PatchConfig().fit(640, 427))
+    h, w = (side // 28 for side in PatchConfig().target_size(427, 640))
+    swapped = tuple(side // 28 for side in PatchConfig().target_size(640, 427))
     assert (h, w) == (15, 23) and swapped == (23, 15)
     here, there = grid_positions(1, h, w), grid_positions(1, *swapped)
     assert here.shape == there.shape and not here.equal(there)

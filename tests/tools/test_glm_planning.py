@@ -99,7 +99,7 @@ def test_sides_of_glm_ga_are_multiples_of_what_its_files_ask():
     assert config.max_pixels == 28 * 28 * 2 * 55790
     for size in [(480, 640), (90, 700), (2000, 3000)]:
         budgets = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-        height, width = config.fit(*size, 40)
+        height, width = config.target_size(*size, 40)
         assert (height, width) == smart_resize(40, *size, factor=56, **budgets)
         assert count_tokens(*size, config, 40) == 20 * (height // 28) * (width // 28)
     with pytest.raises(ValueError, match="patch_expand_factor: must be at least 1, got 0"):

@@ -61,7 +61,7 @@ def test_limits_beyond_any_memory_are_counted(name, pixels):
     """Oracle: `fit` of a square, by hand. An image of so many pixels would take 1 GB, and 1 TB."""
     vlm = planner(TINY / name)
     set_pixel_limits(vlm.processor, max_pixels=pixels)
-    height, width = vlm.processor.image_config.fit(9_999_999, 9_999_999)
+    height, width = vlm.processor.image_config.target_size(9_999_999, 9_999_999)
     config = vlm.processor.image_config
     assert costs(vlm)["largest_square_picture"]["tokens"] == (height // config.factor) * (width // config.factor)
     assert 0.99 < height * width * (config.max_pixels / vlm.processor.image_config.frame_budget(1)) / pixels <= 1
