@@ -44,8 +44,8 @@ HOME = {  # the file of a definition: its test, its notebook
     "encoders/qwen2_5_vl.py": ("contracts/test_encoders.py", "01"),
     "encoders/qwen3_vl.py": ("journeys/test_qwen3_generate.py", "12"),
     "encoders/vision_utils.py": ("encoders/test_vision_info.py", "10"),
-    "viz/minicpmv.py": ("viz/test_viz_minicpmv.py", "07"),
-    "viz/timings.py": ("viz/test_viz.py", "00"),
+    "viz/minicpmv.py": ("viz/test_image_figures.py", "07"),
+    "viz/timings.py": ("viz/test_figures.py", "00"),
     "positions/evs.py": ("positions/test_evs.py", "03"),
     "positions/canvas.py": ("positions/test_canvas.py", "07"),
     "positions/mrope.py": ("positions/test_mrope.py", "02"),
@@ -63,12 +63,12 @@ HOME = {  # the file of a definition: its test, its notebook
     "study/boxes.py": ("journeys/test_boxes.py", "12"),
     "study/report.py": ("journeys/test_compare.py", "00"),
     "viz/attention.py": ("journeys/test_watch.py", "02"),
-    "viz/evs.py": ("viz/test_viz_positions.py", "03"),
+    "viz/evs.py": ("viz/test_image_figures.py", "03"),
     "viz/explore.py": ("project/test_site.py", "00"),
     "viz/families.py": ("project/test_notebooks.py", "10"),
     "viz/glm4v.py": ("project/test_notebooks.py", "06"),
     "viz/graphs.py": ("project/test_notebooks.py", "04"),
-    "viz/positions.py": ("viz/test_viz_positions.py", "02"),
+    "viz/positions.py": ("viz/test_image_figures.py", "02"),
 }
 UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.argument" goes before "argument"
     "pixels": "box crop_size image_size max_side patch_size picture resized scale_resolution sides window_size"

@@ -1,6 +1,4 @@
-
-// Appended to the page's own modules, as one file, by test_live.py: jobs from a file, what they gave to another.
-import fs from "node:fs";
+// Appended to the page's own modules, as one file, by test_live.py, which imports fs: jobs from a file, what they gave to another.
 
 const [, , folder] = process.argv, read = name => fs.readFileSync(`${folder}/${name}`);
 const setup = JSON.parse(read("setup.json")), raw = read("weights.bin"), list = JSON.parse(read("jobs.json"));
@@ -19,4 +17,4 @@ const found = list.map(({ kind, question, frames, breaks = {}, drop = [], keep }
   if (keep?.includes("look")) out.look = plain(record.steps[0].look);
   return out;
 });
-fs.writeFileSync(`${folder}/found.json`, JSON.stringify(found));
+fs.writeFileSync(`${folder}/out`, JSON.stringify(found));

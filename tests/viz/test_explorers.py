@@ -11,31 +11,33 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 import zlib
 from functools import cache
 
 import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 pytest.importorskip("anywidget")
 
 import traitlets
 from explorer_oracles import ORACLES, assert_agree
+from shipped import shipped
 
-from benchmarks.explorers import RECORD, explorer_rows
 from refvl import viz
 from refvl.paths import DATA
 from refvl.positions.timestamps import sample_video_frames
 from refvl.viz.explorers import Control, Explorer, module, page, photo
 from refvl.viz.explorers.gallery import GALLERY
 from refvl.viz.explorers.timeline import WORDS
+from refvl.viz.explorers.tower import project_colors
 
 PAGE = DATA.parent / "docs/explorers.md"
+SCENE = DATA / "pictures" / "scene.png"
 MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
 make = cache(lambda name: GALLERY[name]())
 each_explorer = pytest.mark.parametrize("name", GALLERY)
@@ -81,18 +83,14 @@ def test_every_explorer_has_an_oracle():
 
 @each_explorer
 def test_rows_are_what_the_functions_return(name):
+    """Packed for the browser, they are the same numbers."""
     explorer = make(name)
+    assert_agree(unpacked(explorer, explorer.table["shared"]), explorer.shared)
     for index in sample(explorer):
         wanted = ORACLES[name](explorer, explorer.states[index])
         assert_agree(explorer.row(index), wanted)
-        if explorer.table["rows"]:  # drawn from: the same numbers after packing
+        if explorer.table["rows"]:
             assert_agree(unpacked(explorer, explorer.table["rows"][index]), wanted)
-
-
-@each_explorer
-def test_shared_numbers_survive_packing(name):
-    explorer = make(name)
-    assert_agree(unpacked(explorer, explorer.table["shared"]), explorer.shared)
 
 
 @each_explorer
@@ -126,21 +124,17 @@ def test_starts_in_the_middle_of_its_story(name):
 
 @each_explorer
 def test_where_it_cannot_run_there_is_a_picture_and_a_sentence(name):
-    data, metadata = make(name)._repr_mimebundle_()
+    """The sentence follows the state."""
+    explorer = make(name)
+    data, metadata = explorer._repr_mimebundle_()
     picture = base64.b64decode(data["image/png"])
-    assert len(picture) <= MAX_PICTURE
     pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("L"))
-    assert pixels.shape[1] >= 300 and pixels.std() > 10  # something is drawn
+    assert len(picture) <= MAX_PICTURE and pixels.shape[1] >= 300 and pixels.std() > 10  # something is drawn
     sentence = data["text/plain"]
     assert sentence.endswith(".") and " at 0x" not in sentence and "(" not in sentence.split()[0]
-    assert metadata["image/png"]["alt"] == sentence == make(name).describe()
+    assert metadata["image/png"]["alt"] == sentence == explorer.describe()
     assert "application/vnd.jupyter.widget-view+json" in data
-
-
-@each_explorer
-def test_the_sentence_follows_the_state(name):
-    explorer, sentences = make(name), set()
-    start, states = explorer.index, sample(explorer)
+    start, states, sentences = explorer.index, sample(explorer), set[str]()
     for explorer.index in states:
         sentences.add(explorer.describe())
     explorer.index = start
@@ -148,24 +142,16 @@ def test_the_sentence_follows_the_state(name):
 
 
 @each_explorer
-def test_a_page_asks_and_tells(name):
-    """Its question, its terms, what to try and to remember: sentences of at most 25 words, each explorer's own."""
-    explorer, text = make(name), html.unescape(page(make(name)))
-    terms = re.split(r"(?<=[.]) (?=[A-Z])", explorer.terms)
-    said = [explorer.asks, explorer.action, explorer.takeaway]
-    assert explorer.asks.endswith("?") and all(words.endswith(".") for words in (*said[1:], *terms))
-    assert all(sentence in text and len(sentence.split()) <= 25 for sentence in said + terms)
-    others = [other for other in map(make, GALLERY) if other is not explorer]
-    assert not any(sentence in (other.asks, other.terms, other.takeaway) for other in others for sentence in said)
-
-
-@each_explorer
 def test_page_is_light_and_asks_for_nothing(name):
-    text = page(make(name))
+    explorer = make(name)
+    text = page(explorer)
     assert len(text.encode()) <= MAX_PAGE
+    assert all(sentence in html.unescape(text) for sentence in (explorer.asks, explorer.action, explorer.takeaway))
     assert re.findall(r"(?:https?:)?//\w+[.]\w+", re.sub(r'"data":"[^"]*"|data:image/[^"]*"', "", text)) == []
     assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
     assert text.count("</script>") == 2 and "default-src 'none'" in text
+    found = re.findall(r"^(?:import|export)\b.*$", explorer._esm, flags=re.M)
+    assert found == ["export default explorer(view => {"]
 
 
 @each_explorer
@@ -177,39 +163,60 @@ def test_the_readme_has_its_numbers(name):
     assert float(size) == pytest.approx(len(page(explorer).encode()) / 1000, rel=0.1)
 
 
-def test_the_table_of_the_record_has_them_all():
-    """By functions that viz offers; numbers are the record's. Once one is kept, docs/explorers.md shows its table."""
-    row = {"states": 7, "bytes": 40_400, "page_ms": 12.4, "lab_ms": 99.6}
-    lines = list(explorer_rows({"explorers": {name: row | {"title": f"<{name}>"} for name in GALLERY}}))[2:]
-    assert {re.findall(r"<(\w+)>", line)[0] for line in lines} == set(GALLERY)
-    assert all("| 7 | 40 | 12 | 100 |" in line for line in lines)
-    assert [name for line in lines for name in re.findall(r"`(\w+)`", line) if not hasattr(viz, name)] == []
-    shown = explorer_rows(json.loads(RECORD.read_text())) if RECORD.is_file() else []
-    assert [line for line in shown if line not in PAGE.read_text()] == []
-
-
-@each_explorer
-def test_module_is_one_file_without_imports(name):
-    source = make(name)._esm
-    found = re.findall(r"^(?:import|export)\b.*$", source, flags=re.M)
-    assert found == ["export default explorer(view => {"]
-
-
 def test_the_tower_brings_patches_closer_to_their_token():
-    """What the page says: most patches gain, and how many. Oracle: the same sums, pair by pair."""
+    """Most patches gain, and the page says how many. Oracle: the means of the first and the last state."""
     explorer = make("tower")
-    for watched, shown in zip(explorer.watched.values(), explorer.shared["pictures"], strict=True):
-        states, block = watched.trace.tower_hidden_states, watched.merge**2
-        leads = []
-        for state in (states[0].double().numpy(), states[-1].double().numpy()):
-            own = state - state.mean(0)
-            own /= np.linalg.norm(own, axis=1, keepdims=True)
-            alike, token = own @ own.T, np.arange(len(own)) // block
-            mates = (token[:, None] == token) & ~np.eye(len(own), dtype=bool)
-            rest = token[:, None] != token
-            leads.append((alike * mates).sum(1) / mates.sum(1) - (alike * rest).sum(1) / rest.sum(1))
-        assert shown["closer"] == (leads[1] > leads[0]).sum() > len(token) / 2
+    stages = explorer.controls[1]["options"]
+    for name, shown in zip(explorer.watched, explorer.shared["pictures"], strict=True):
+        before, after = (ORACLES["tower"](explorer, (name, stages[i])) for i in (0, -1))
+        gains = (after["near"] - after["far"]) > (before["near"] - before["far"])
+        assert shown["closer"] == gains.sum() > len(gains) / 2
     assert explorer.first_patch - explorer.first.looked_at_most in range(explorer.first.merge**2)
+
+
+def test_colours_are_principal_components():
+    """Oracle: numpy's singular value decomposition; a colour may round the other way."""
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(3, n, 12, generator=generator) * torch.arange(12, 0, -1) for n in (20, 30)]
+    together = torch.cat([s.flatten(0, 1) for s in states]).double().numpy()
+    centred = together - together.mean(0)
+    directions = np.linalg.svd(centred, full_matrices=False)[2][:3].T
+    values = centred @ (directions * np.sign(directions[np.abs(directions).argmax(0), range(3)]))
+    low, high = np.quantile(values, [0.02, 0.98], axis=0)
+    want = np.clip((values - low) / (high - low), 0, 1) * 255
+    got = project_colors(states)
+    assert [c.shape for c in got] == [(3, 20, 3), (3, 30, 3)]
+    assert np.abs(np.concatenate([c.reshape(-1, 3) for c in got]) - want).max() <= 1
+
+
+def test_an_explorer_asks_again():
+    """Another image and question in the same view; the answer is the model's."""
+    model, clip = shipped("tiny-qwen2_5_vl"), DATA / "clips" / "scene.mp4"
+    for explore in (viz.explore_attention, viz.explore_tower):
+        explorer = explore(model, {"first": ("What color is the circle?", SCENE)})
+        explorer.ask({"rocket": ("What is in the picture?", DATA / "pictures" / "rocket.jpg")})
+        assert "a rocket" in explorer.describe() and explorer.selected >= 0
+    explorer = viz.explore_evs(model, {"way": ("Which way does the circle move?", clip)})
+    assert '"up"' in explorer.describe()
+    explorer.ask({"color": ("What color is the circle?", clip)})
+    assert '"blue"' in explorer.describe()
+
+
+def test_explorers_refuse_what_they_cannot_draw(monkeypatch):
+    monkeypatch.setattr("refvl.viz.explorers.watched.MAX_PATCHES", 30)
+    model, other = shipped("tiny-qwen2_5_vl"), shipped("tiny-minicpmv-4_5")
+    with pytest.raises(ValueError, match="questions: expected at least one"):
+        viz.explore_attention(model, {})
+    with pytest.raises(ValueError, match=r"questions\['large'\]: expected an image of at most 30 patches, got 36"):
+        viz.explore_tower(model, {"large": ("Why?", SCENE)})
+    with pytest.raises(ValueError, match="model: expected a family with grids of patches, got MiniCPM-V 4.5"):
+        viz.explore_attention(other, {"one": ("Why?", SCENE)})
+
+
+def test_positions_are_explored_from_where_the_caller_says():
+    """Two frames per second are one second per grid step; frames of four tokens are the nearest to five."""
+    explorer = viz.explore_positions(second_per_grid=0.5, side=5)
+    assert (explorer.options["rate"], explorer.options["clip"]) == (4, "4 : 3")
 
 
 class Squares(Explorer):
@@ -273,24 +280,8 @@ def test_photos_are_small_and_inside():
 
 
 @pytest.mark.thorough
-def test_the_explorer_of_deepstack_takes_a_list_of_frames_for_a_video():
-    """As `feature_map` and `chat` do. Oracle: the same frames as one array."""
-    from refvl.pixels.media import load_video
-    from refvl.viz.explorers.deepstack import ask
-    from refvl.viz.explorers.gallery import CLIP, small_model
-
-    model, frames = small_model("tiny-qwen3_vl"), load_video(CLIP).frames[:4]
-    array, listed = (ask(model, "Which way does the circle move?", medium) for medium in (frames, list(frames)))
-    assert listed.trace.token_ids == array.trace.token_ids and listed.trace.spans == array.trace.spans
-    assert len(listed.frames) == len(array.frames) == 2
-
-
-@pytest.mark.thorough
 def test_viz_needs_no_anywidget_and_says_where_explorers_do():
     """In a process whose import of anywidget fails."""
-    import subprocess
-    import sys
-
     code = (
         "import sys; sys.modules['anywidget'] = None\n"
         "from PIL import Image; from refvl import viz; from refvl.pixels.patches import PatchConfig\n"
