@@ -15,8 +15,8 @@ from PIL import Image
 from benchmarks.graphs import PEAK
 from benchmarks.report import PrintedTable, Write, write_measurement
 from refvl.loading import load
+from refvl.model import VLM
 from refvl.paths import DATA
-from refvl.pipeline import VLM
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan

@@ -37,8 +37,9 @@ from benchmarks.report import (
     write_measurement,
 )
 from benchmarks.tower import seconds_of
-from refvl.families import find_family, random_encoder, read_config
+from refvl.families import find_family, read_config
 from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, plan_batches
+from refvl.loading import random_encoder
 from refvl.paths import DATA
 from refvl.study.arithmetic import encoder_operations
 

@@ -43,7 +43,6 @@ from refvl.attention import attend, group_segments, varlen_attention
 from refvl.encoders.resampler import group_segment_pairs
 from refvl.graphs import Batch, TraceGraph
 from refvl.merge import merge_embeddings
-from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
 from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
@@ -63,6 +62,7 @@ from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
 from refvl.serving.adapters import GRIDS
+from refvl.serving.parallel import get_load_balance_assignment, restore_order
 from refvl.study.costs import kv_cache_bytes_per_token, set_pixel_limits
 
 sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a repaired model is asked about

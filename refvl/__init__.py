@@ -15,17 +15,17 @@ __all__ = ["VLM", "Trace", "compare", "load"]
 # __init__.pyi declares the names for type checkers and editors
 _HOME = {
     "load": "refvl.loading",
-    "VLM": "refvl.serving.model",
+    "VLM": "refvl.model",
     "Trace": "refvl.study.report",
     "compare": "refvl.study.comparison",
 }
 _ROOMS = {
     **{name: f"refvl.{name}" for name in (
-        "attention", "boxes", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge",
-        "parallel", "pipeline", "pixels", "positions", "processors", "serving", "study", "tools", "viz",
+        "attention", "checkpoints", "encoders", "families", "graphs", "language", "merge",
+        "pipeline", "pixels", "positions", "processors", "serving", "study", "tools", "viz",
     )},
-    **{name: f"refvl.serving.{name}" for name in ("adapters", "handover")},
-    **{name: f"refvl.study.{name}" for name in ("comparison", "watch")},
+    **{name: f"refvl.serving.{name}" for name in ("adapters", "handover", "parallel")},
+    **{name: f"refvl.study.{name}" for name in ("boxes", "comparison", "watch")},
 }  # fmt: skip
 
 

@@ -1,13 +1,10 @@
 from refvl import attention as attention
-from refvl import boxes as boxes
 from refvl import checkpoints as checkpoints
-from refvl import contracts as contracts
 from refvl import encoders as encoders
 from refvl import families as families
 from refvl import graphs as graphs
 from refvl import language as language
 from refvl import merge as merge
-from refvl import parallel as parallel
 from refvl import pipeline as pipeline
 from refvl import pixels as pixels
 from refvl import positions as positions
@@ -17,9 +14,11 @@ from refvl import study as study
 from refvl import tools as tools
 from refvl import viz as viz
 from refvl.loading import load as load
+from refvl.model import VLM as VLM
 from refvl.serving import adapters as adapters
 from refvl.serving import handover as handover
-from refvl.serving.model import VLM as VLM
+from refvl.serving import parallel as parallel
+from refvl.study import boxes as boxes
 from refvl.study import comparison as comparison
 from refvl.study import watch as watch
 from refvl.study.comparison import compare as compare

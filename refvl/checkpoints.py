@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import read_json
+from refvl.checks import printable, read_json
 from refvl.paths import DATA
-from refvl.printing import printable
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]

@@ -1,33 +1,22 @@
-"""A table of model families: the encoder, processor and text model for a config.json, and how to build them."""
+"""A table of model families: the encoder, processor and text model for a config.json.
+
+The parts of a row are names, "file:class" in the folders encoders/, processors/ and language/, so one answer imports
+one family. `refvl.loading` builds the parts.
+"""
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from refvl import encoders
-from refvl.attention import choose_backend
-from refvl.checkpoints import check_sizes, iterate_weights, weight_headers
+from refvl.checkpoints import check_sizes
 from refvl.checks import blame, read_json
-from refvl.contracts import Encoder, Processor
-from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
-from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
-from refvl.language.minicpmv4_6 import VISION as FOLDED_VISION
-from refvl.language.minicpmv4_6 import MiniCPMV4_6TextModel, MiniCPMV4_7TextModel
-from refvl.language.model import CausalTextModel
-from refvl.language.qwen3_5 import Qwen3_5TextModel
-from refvl.language.qwen3_vl import Qwen3VLTextModel
-from refvl.language.step3_vl import Step3ForCausalLM
-from refvl.language.step_vl import VISION, Step37TextModel, StepVLTextModel
-from refvl.positions.canvas import CanvasMarks
-from refvl.processors import glm4v, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
-from refvl.processors.tokenizers import TOKENIZER_FILES
 
 CAPABILITIES = {  # optional capability of a family -> the argument that requests it
     "drafts": "prompt_lookup_num_tokens",
@@ -50,14 +39,30 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    encoder: type[Encoder]
-    processor: type[Processor]
+    encoder_name: str  # "file:class", as the next two
+    processor_name: str
+    text_name: str = "model:CausalTextModel"
     vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
-    text_model: type[CausalTextModel] = CausalTextModel
     config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
     version: str | None = None  # the version, if families share a model_type (see `minicpmv_version`)
     left_out: str = "(?!)"  # a regular expression for checkpoint names that are neither vision nor text
+    names_class: bool = False  # whether a checkpoint's files name the class of the processor
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
+
+    @property
+    def encoder(self) -> Any:
+        """The class of the encoder."""
+        return _part("encoders", self.encoder_name)
+
+    @property
+    def processor(self) -> Any:
+        """The class of the processor."""
+        return _part("processors", self.processor_name)
+
+    @property
+    def text_model(self) -> Any:
+        """The class of the text model; its module registers the configs that transformers lacks."""
+        return _part("language", self.text_name)
 
     @property
     def can(self) -> Mapping[str, bool]:
@@ -70,51 +75,69 @@ class Family:
             raise ValueError(f"{CAPABILITIES[capability]}: not supported by {self.name}, {self.cannot[capability]}")
 
 
+def _part(folder: str, name: str) -> Any:
+    file, _, class_name = name.partition(":")
+    return getattr(import_module(f"refvl.{folder}.{file}"), class_name)
+
+
+def minicpmv_config(text_config: str, **values) -> PretrainedConfig:
+    """Read the flat config.json of MiniCPM-V, whose text model's config has this name."""
+    minicpmv = import_module("refvl.language.minicpmv")
+    text_class = getattr(minicpmv, text_config, None) or getattr(transformers, text_config)
+    return minicpmv.MiniCPMVConfig(text_class, **values)
+
+
 NO_PLACES = {"pruning": "whose tokens have no fixed position in a frame"}
 NO_VIDEOS = {"pruning": "which accepts no videos"}
+PERCEPTION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."
+FOLDED = r"^(model\.)?(vision_tower|merger)\."
+QWEN3 = partial(Family, processor_name="qwen3_vl:Qwen3VLProcessor")
+GLM = partial(Family, encoder_name="glm4v:Glm4vVisionTransformer", names_class=True)
+STEP = partial(Family, processor_name="step3_vl:Step3VLProcessor", cannot=NO_VIDEOS)
 MINICPMV = partial(  # all versions share a config class and the weight names
-    Family, vision_prefix=r"^(vpm|resampler)\.", text_model=MiniCPMVTextModel, left_out=r"^(apm|tts|audio_\w+)\.",
-    cannot=NO_PLACES,
+    Family, vision_prefix=r"^(vpm|resampler)\.", text_name="minicpmv:MiniCPMVTextModel",
+    left_out=r"^(apm|tts|audio_\w+)\.", cannot=NO_PLACES,
 )  # fmt: skip
 FAMILIES = (
-    Family("Qwen2.5-VL", ("qwen2_5_vl",), encoders.Qwen2_5_VisionTransformer, qwen2_5_vl.Qwen2_5_VLProcessor),
-    Family("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), encoders.Qwen3VLVisionTransformer, qwen3_vl.Qwen3VLProcessor,
-           text_model=Qwen3VLTextModel),
-    Family("Qwen3.5, Qwen3.6, Qwen3.8", ("qwen3_5", "qwen3_5_moe"), encoders.Qwen3_5VisionTransformer,
-           qwen3_vl.Qwen3VLProcessor, text_model=Qwen3_5TextModel),
-    Family("GLM-4.1V, GLM-4.6V-Flash", ("glm4v",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor),
-    Family("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor,
-           text_model=Glm4vMoeTextModel),
-    Family("GLM-4.6V (glm46v)", ("glm46v",), encoders.Glm4vVisionTransformer, glm4v.Glm46VProcessor),
-    Family("GLM-GA", ("glmga",), encoders.Glm4vVisionTransformer, glm4v.GlmgaProcessor),
-    Family("GLM-OCR", ("glm_ocr",), encoders.GlmOcrVisionTransformer, glm4v.Glm46VProcessor,
-           text_model=GlmOcrTextModel),
-    Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
-           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM, cannot=NO_VIDEOS),
-    Family("Step3-VL-10B", ("step_robotics",), encoders.StepVLEncoder, step3_vl.Step3VLProcessor, VISION,
-           StepVLTextModel, cannot=NO_VIDEOS),
-    Family("Step-3.7", ("step3p7",), encoders.StepVLEncoder, step3_vl.Step3VLProcessor, VISION, Step37TextModel,
-           cannot=NO_VIDEOS),
-    MINICPMV("MiniCPM-V 2.0", ("minicpmv",), encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, version="2.0",
-             text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), "qwen2_5_vl:Qwen2_5_VisionTransformer", "qwen2_5_vl:Qwen2_5_VLProcessor"),
+    QWEN3("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), "qwen3_vl:Qwen3VLVisionTransformer",
+          text_name="qwen3_vl:Qwen3VLTextModel"),
+    QWEN3("Qwen3.5, Qwen3.6, Qwen3.8", ("qwen3_5", "qwen3_5_moe"), "qwen3_vl:Qwen3_5VisionTransformer",
+          text_name="qwen3_5:Qwen3_5TextModel"),
+    GLM("GLM-4.1V, GLM-4.6V-Flash", ("glm4v",), processor_name="glm4v:Glm4vProcessor"),
+    GLM("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), processor_name="glm4v:Glm4vProcessor",
+        text_name="glm4v:Glm4vMoeTextModel"),
+    GLM("GLM-4.6V (glm46v)", ("glm46v",), processor_name="glm4v:Glm46VProcessor"),
+    GLM("GLM-GA", ("glmga",), processor_name="glm4v:GlmgaProcessor", names_class=False),  # its files name GLM-4.6V's
+    GLM("GLM-OCR", ("glm_ocr",), encoder_name="glm_ocr:GlmOcrVisionTransformer", processor_name="glm4v:Glm46VProcessor",
+        text_name="glm4v:GlmOcrTextModel"),
+    STEP("Step3-VL", ("step3_vl",), "step3_vl:Step3VisionEncoder", text_name="step3_vl:Step3ForCausalLM",
+         vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."),
+    STEP("Step3-VL-10B", ("step_robotics",), "step_vl:StepVLEncoder", text_name="step_vl:StepVLTextModel",
+         vision_prefix=PERCEPTION),
+    STEP("Step-3.7", ("step3p7",), "step_vl:StepVLEncoder", text_name="step_vl:Step37TextModel",
+         vision_prefix=PERCEPTION),
+    MINICPMV("MiniCPM-V 2.0", ("minicpmv",), "minicpmv:MiniCPMV2_0Encoder", "minicpmv:MiniCPMV2_0Processor",
+             text_name="minicpmv:MiniCPMTextModel", config=partial(minicpmv_config, "minicpm_config"), version="2.0",
              cannot=NO_PLACES | {"graphs": "whose encoder has no graph path; load it with graphs=None"}),
-    MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
-             config=partial(MiniCPMVConfig, LlamaConfig)),
+    MINICPMV("MiniCPM-V 2.5", ("minicpmv",), "minicpmv:MiniCPMV2_5Encoder", "minicpmv:MiniCPMV2_5Processor",
+             config=partial(minicpmv_config, "LlamaConfig"), version="2.5"),
     MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; images and text work in the same way
-             encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, version="2.6",
-             config=partial(MiniCPMVConfig, Qwen2Config)),
-    MINICPMV("MiniCPM-V 4.0", ("minicpmv",), encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, version="4.0",
-             config=partial(MiniCPMVConfig, LlamaConfig)),
-    MINICPMV("MiniCPM-V 4.5", ("minicpmv",), encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, version="4.5",
-             config=partial(MiniCPMVConfig, Qwen3Config)),
-    Family("MiniCPM-V 4.6", ("minicpmv4_6",), encoders.MiniCPMV4_6Encoder, minicpmv4_6.MiniCPMV4_6Processor,
-           FOLDED_VISION, MiniCPMV4_6TextModel, cannot=NO_PLACES),
-    Family("MiniCPM-V 4.7", ("minicpmv4_7",), encoders.MiniCPMV4_7Encoder, minicpmv4_6.MiniCPMV4_7Processor,
-           FOLDED_VISION, MiniCPMV4_7TextModel, cannot=NO_PLACES),
+             "minicpmv:MiniCPMV2_6Encoder", "minicpmv:MiniCPMV2_6Processor",
+             config=partial(minicpmv_config, "Qwen2Config"), version="2.6"),
+    MINICPMV("MiniCPM-V 4.0", ("minicpmv",), "minicpmv:MiniCPMV4_0Encoder", "minicpmv:MiniCPMV4_0Processor",
+             config=partial(minicpmv_config, "LlamaConfig"), version="4.0"),
+    MINICPMV("MiniCPM-V 4.5", ("minicpmv",), "minicpmv:MiniCPMV4_5Encoder", "minicpmv:MiniCPMV4_5Processor",
+             config=partial(minicpmv_config, "Qwen3Config"), version="4.5"),
+    Family("MiniCPM-V 4.6", ("minicpmv4_6",), "minicpmv4_6:MiniCPMV4_6Encoder", "minicpmv4_6:MiniCPMV4_6Processor",
+           "minicpmv4_6:MiniCPMV4_6TextModel", FOLDED, cannot=NO_PLACES),
+    Family("MiniCPM-V 4.7", ("minicpmv4_7",), "minicpmv4_6:MiniCPMV4_7Encoder", "minicpmv4_6:MiniCPMV4_7Processor",
+           "minicpmv4_6:MiniCPMV4_7TextModel", FOLDED, cannot=NO_PLACES),
 )  # fmt: skip
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# GLM-4.5V and GLM-4.6V share a model_type; the class name in a folder's files distinguishes them
-GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
+
+
+PROCESSOR_FILES = ("tokenizer.json", "vocab.json", "processor_config.json", "preprocessor_config.json")
+CANVAS_IDS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")  # of MiniCPM-V 4.7
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
@@ -162,7 +185,7 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     check_sizes(values, name)
     values = _without_code(values)
     model_type = values.pop("model_type")
-    if not family.config and model_type not in CONFIG_MAPPING:
+    if not family.config and family.text_model and model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: {model_type!r} needs transformers 5.23 or later, got {transformers.__version__}")
     with blame(name):
         return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
@@ -185,68 +208,21 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
         text_config.tie_word_embeddings = bool(config.tie_word_embeddings)
     if (deeper := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)) is not None:
         text_config.deepstack_layers = len(deeper)
-    for name in CanvasMarks._fields:
-        if hasattr(config, f"{name}_id"):
-            setattr(text_config, f"{name}_id", getattr(config, f"{name}_id"))
+    for name in CANVAS_IDS:
+        if hasattr(config, name):
+            setattr(text_config, name, getattr(config, name))
     return text_config
 
 
-def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
-    """Load the vision tower of the checkpoint in `folder` strictly, onto `device` in `dtype`; read no other weights."""
-    prefix = find_family(config).vision_prefix
-    there = sum(header.parameter_count for header in weight_headers(folder, prefix).values())
-    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention, stored=there)
-    encoder.load_weights(iterate_weights(folder, prefix, progress=progress))
-    return encoder
-
-
-def warn_of_left_out(folder: Path, family: Family) -> None:
-    """Warn about parts of a checkpoint that belong to neither vision nor text, naming them."""
-    skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
-    if skipped:
-        parts = ", ".join(sorted(set(skipped)))
-        warnings.warn(f"{folder}: {len(skipped)} weights of {parts} are skipped; refvl ignores audio", stacklevel=2)
-
-
-def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
-    """Build the tower at full size with random weights (normal, std 0.02; norms 1, biases 0)."""
-    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
-    if encoder.device.type == "meta":
-        return encoder
-    generator = torch.Generator(encoder.device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in encoder.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.02, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    return encoder
-
-
-def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
-    """Build the tower with uninitialised weights on `device`, which take no memory on `meta`.
-
-    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has more
-    than twice as many values.
-    """
-    with torch.device("meta"):
-        encoder = find_family(config).encoder.from_config(config, attention=attention)
-    values = sum(weight.numel() for weight in encoder.parameters())
-    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
-        raise ValueError(f"vision_config: its tower would have {values:,} values, but the weights contain {stored:,}")
-    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
-    return encoder.to(dtype).to_empty(device=device).eval()
-
-
-def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
+def load_processor(folder: Path | None, config: PretrainedConfig) -> Any:
     """Load the processor of the checkpoint in `folder`; without a tokenizer, it can plan but not build prompts.
 
-    The class is that of the family, or the GLM class named in the files of `folder`. GLM-GA's files name the class of
-    GLM-4.6V, although their contents are GLM-GA's, so their class name is ignored.
+    The class is that of the family, or the GLM class named in the files of `folder`.
     """
-    processor = find_family(config).processor
-    if folder and processor is not glm4v.GlmgaProcessor:
-        processor = GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
-    if not folder or not any((folder / name).is_file() for name in (*TOKENIZER_FILES, *PROCESSOR_FILES)):
+    family = find_family(config)
+    processor = family.processor
+    if folder and family.names_class:
+        processor = import_module(processor.__module__).class_named_in(folder) or processor
+    if not folder or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return processor(config)
     return processor.from_folder(folder, config)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,20 +14,11 @@ from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
-from refvl.arguments import check_names
-from refvl.attention import is_ampere
-from refvl.checks import WORDED, blame, check_flag, check_positive_int
-from refvl.contracts import Encoder
-from refvl.graphs import EncoderGraphManager
-from refvl.graphs.manager import MIN_BUDGET
+from refvl.attention import choose_backend, is_ampere
+from refvl.checks import WORDED, blame, check_flag, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
-from refvl.serving.adapters import CONFIG as ADAPTER
-from refvl.serving.adapters import attach
-from refvl.serving.joined import join_gate_up
+from refvl.model import VLM
 from refvl.serving.linear import choose_linear, use_onednn
-from refvl.serving.media_cache import CachedVLM, MediaCache
-from refvl.serving.model import VLM
-from refvl.serving.options import check_runnable
 from refvl.serving.provenance import sources
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +51,7 @@ def load(
     weights: str = "checkpoint",
     text: bool = True,
     graphs: bool | dict | None = None,
-    media_cache: int | MediaCache | None = None,
+    media_cache: Any = None,
     compile: bool = False,
     max_cache_len: int | None = None,
     adapters: Sequence[str | Path] | None = None,
@@ -68,7 +60,6 @@ def load(
     token: str | bool | None = None,
     local_files_only: bool = False,
     progress: bool = True,
-    torch_dtype: str | torch.dtype | None = None,
     **model_kwargs,
 ) -> VLM:
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
@@ -96,7 +87,6 @@ def load(
     adapters: folders or hub ids of LoRA adapters to attach; their effects add up (`refvl.serving.adapters`). If a
     folder contains both an adapter and weights, `adapters` is required; [] ignores the adapter.
     revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
-    torch_dtype: the older name of `dtype` in transformers.
     model_kwargs: arguments of transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a
         map, distributes its layers over devices, memory and disk (needs accelerate).
         `distributed_config=DistributedConfig(tp_plan="auto")` of `transformers.distributed` splits every layer among
@@ -111,7 +101,7 @@ def load(
     if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
         raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
     _check_arguments(path_or_id, graphs, model_kwargs, stored, check_flag(text, "text"))
-    cache = media_cache if isinstance(media_cache, MediaCache | None) else MediaCache(media_cache)
+    cache = _media_cache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
     config = families.read_config(folder or path_or_id)
@@ -123,6 +113,8 @@ def load(
     if stored and folder is not None and not text:
         checkpoints.download_tower(path_or_id, folder, family.vision_prefix, hub)
     if isinstance(graphs, dict):
+        from refvl.graphs import EncoderGraphManager
+
         check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone contains no weights; pass a checkpoint folder, or weights='random'")
@@ -130,17 +122,23 @@ def load(
     _check_adapters(adapters, folder if stored else None)
     device = _resolve_device(device)
     provenance = sources(folder, weights=stored, pattern="" if text else family.vision_prefix)
-    place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
+    place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, config, device), "device": device}
     kernel = choose_linear(linear, device, place["dtype"])
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs, text)
     if kernel == "onednn":
         for model in filter(None, models):
             use_onednn(model)
     if device.type == "cuda":
+        from refvl.serving.joined import join_gate_up
+
         join_gate_up(models[0])
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(processor_folder, config)
-    vlm = VLM(config, processor, *models) if cache is None else CachedVLM(config, processor, *models, cache)
+    vlm = VLM(config, processor, *models)
+    if cache is not None:
+        from refvl.serving.media_cache import CachedVLM
+
+        vlm = CachedVLM(config, processor, *models, cache)
     if text:
         _add_stop_tokens(vlm)
     vlm.provenance = provenance
@@ -152,6 +150,15 @@ def load(
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
+
+
+def _media_cache(given: Any) -> Any:
+    """Return the `MediaCache` that was passed, a new one for a number of tokens, or None."""
+    if given is None:
+        return None
+    from refvl.serving.media_cache import MediaCache
+
+    return given if isinstance(given, MediaCache) else MediaCache(given)
 
 
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
@@ -192,15 +199,17 @@ def _check_adapters(adapters: Any, folder: Path | None) -> None:
     Raise ValueError for None if there is an adapter next to the weights.
     """
     if adapters is None:
-        if folder and (folder / ADAPTER).is_file():
+        if folder and (folder / "adapter_config.json").is_file():
             ways = f"attach it with adapters=[{str(folder)!r}] (--adapter), or ignore it with adapters=[]"
-            raise ValueError(f"adapters: {folder} contains an adapter next to its weights ({ADAPTER}); {ways}")
+            raise ValueError(f"adapters: {folder} contains an adapter next to its weights; {ways}")
     elif isinstance(adapters, (str, Path)) or not isinstance(adapters, Sequence):
         raise TypeError(f"adapters: expected a list of folders or hub ids, got {type(adapters).__name__} {adapters!r}")
 
 
 def _attach_adapters(vlm: VLM, adapters: Sequence[str | Path]) -> None:
     """Attach adapters from their folders or hub ids, and activate all of them."""
+    from refvl.serving.adapters import attach
+
     for adapter in adapters:
         attach(vlm, adapter, name=str(adapter).replace(".", "_"))
     vlm.adapters.base_model.set_adapter(list(vlm.adapters.peft_config))
@@ -209,7 +218,7 @@ def _attach_adapters(vlm: VLM, adapters: Sequence[str | Path]) -> None:
 def _load_models(
     folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict,
     text: bool,
-) -> tuple[Encoder, Any]:  # fmt: skip
+) -> tuple[Any, Any]:  # fmt: skip
     """Load the encoder and the text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
     if (how := getattr(config, "quantization_config", None)) is not None:  # it may be outside text_config
@@ -217,15 +226,62 @@ def _load_models(
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
         with blame("config: cannot build an encoder and a text model", WORDED):
-            encoder = families.random_encoder(config, attention=attention, **place)
+            encoder = random_encoder(config, attention=attention, **place)
             return encoder, random_language_model(text_config, **options) if text else NoText()
     with blame(f"{folder}: config.json does not describe an encoder", WORDED):
-        encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **place)
+        encoder = load_encoder(folder, config, attention=attention, progress=progress, **place)
     if not text:
         return encoder, NoText()
-    families.warn_of_left_out(folder, families.find_family(config))
+    warn_of_left_out(folder, families.find_family(config))
     with blame(f"{folder}: config.json and generation_config.json describe no text model", WORDED):
         return encoder, load_language_model(folder, text_config, progress=progress, **options)
+
+
+def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
+    """Load the vision tower of the checkpoint in `folder` strictly, onto `device` in `dtype`; read no other weights."""
+    prefix = families.find_family(config).vision_prefix
+    there = sum(header.parameter_count for header in checkpoints.weight_headers(folder, prefix).values())
+    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention, stored=there)
+    encoder.load_weights(checkpoints.iterate_weights(folder, prefix, progress=progress))
+    return encoder
+
+
+def warn_of_left_out(folder: Path, family: families.Family) -> None:
+    """Warn about parts of a checkpoint that belong to neither vision nor text, naming them."""
+    skipped = [name.split(".")[0] for name in checkpoints.weight_headers(folder) if re.search(family.left_out, name)]
+    if skipped:
+        parts = ", ".join(sorted(set(skipped)))
+        warnings.warn(f"{folder}: {len(skipped)} weights of {parts} are skipped; refvl ignores audio", stacklevel=2)
+
+
+def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
+    """Build the tower at full size with random weights (normal, std 0.02; norms 1, biases 0)."""
+    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
+    if encoder.device.type == "meta":
+        return encoder
+    generator = torch.Generator(encoder.device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return encoder
+
+
+def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
+    """Build the tower with uninitialised weights on `device`, which take no memory on `meta`.
+
+    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has more
+    than twice as many values.
+    """
+    with torch.device("meta"):
+        encoder = families.find_family(config).encoder.from_config(config, attention=attention)
+    values = sum(weight.numel() for weight in encoder.parameters())
+    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
+        raise ValueError(f"vision_config: its tower would have {values:,} values, but the weights contain {stored:,}")
+    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
+    return encoder.to(dtype).to_empty(device=device).eval()
 
 
 def _add_stop_tokens(vlm: VLM) -> None:
@@ -248,11 +304,14 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
             bar.update()
 
 
-def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
+def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> Any:
     """Capture the encoder in graphs.
 
     If the checkpoint's largest image is small, as in tiny models, that image determines the smallest budget.
     """
+    from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
+    from refvl.serving.options import check_runnable
+
     check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
@@ -278,12 +337,8 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
     return device
 
 
-def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype. torch_dtype: the older name of `dtype`, or None. Raises ValueError if they disagree."""
-    torch_dtype = dtype if torch_dtype is None else torch_dtype
-    dtype = torch_dtype if dtype == "auto" else dtype
-    if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
-        raise ValueError(f"torch_dtype: expected the same value as dtype, got {torch_dtype!r} and {dtype!r}")
+def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype; "auto" is the checkpoint's own on a GPU, and float32 on a CPU."""
     if dtype == "auto":
         own = config.dtype or config.get_text_config().dtype or torch.float32
         dtype = torch.float32 if device.type == "cpu" else own

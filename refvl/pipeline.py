@@ -1,4 +1,4 @@
-"""OPEN FIRST. One image from pixels to answer: `VLM.read`, then `VLM.answer`. Every stage is one call into a folder.
+"""OPEN FIRST. One image from pixels to answer: `Pipeline.read`, then `answer`. Every stage is one call into a folder.
 
 decode media      pixels/            file, array -> image, sampled frames
 patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
@@ -9,12 +9,12 @@ merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to the tokens that are kept
 prefill, decode   language/          embeddings + positions -> token ids -> text
 
-`refvl.load` returns the `VLM` of `refvl.serving`, which adds options, batches, streams, long prompts and drafts.
+`refvl.load` returns a `VLM` (model.py): its `chat` makes these two calls, and its other methods build on them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,7 @@ from transformers.generation.utils import GenerateOutput
 
 from refvl import families
 from refvl.checks import check_pruning_rate
-from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
-from refvl.graphs import EncoderGraphManager
 from refvl.language.model import CausalTextModel, TokenTimer, generate
 from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
@@ -52,25 +50,17 @@ class Request:
             find_pruner(self.pruning)  # raises an error that lists the valid names
 
 
-class VLM:
-    """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`."""
+class Pipeline:
+    """The parts of a model, `processor`, `encoder` and `language_model`, and the path of a request through them."""
 
-    record: ClassVar[Any] = Record
+    record: Callable[..., Any] = Record
 
-    def __init__(
-        self, config: PretrainedConfig, processor: Processor, encoder: Encoder, language_model: CausalTextModel
-    ):
+    def __init__(self, config: PretrainedConfig, processor: Any, encoder: Any, language_model: CausalTextModel):
         self.config = config
-        self.processor = processor
-        self.encoder = encoder
+        self.processor = processor  # a `ChatProcessor` of processors/
+        self.encoder = encoder  # a `Tower` of encoders/
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | None = None  # if set, its graphs run instead of the encoder
-
-    def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
-        """Answer a question about images and videos with greedy decoding; request: further fields of `Request`."""
-        trace = self.read(Request(prompt, **request))
-        self.answer(trace, max_new_tokens)
-        return trace.text
+        self.graphs: Any = None  # an `EncoderGraphManager`; if set, its graphs run instead of the encoder
 
     def read(self, request: Request) -> Any:
         """Turn media and a question into the language model's inputs; each stage fills its fields of the record."""
@@ -99,7 +89,7 @@ class VLM:
 
         rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item.
         """
-        graphs: Any = self.graphs if rows else None
+        graphs = self.graphs if rows else None
         with trace.stage("plan"):
             planned = graphs.plan(layouts) if graphs else plan_eagerly(self.encoder, layouts)
             trace.graph_batches = planned.batches
@@ -120,7 +110,6 @@ class VLM:
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
         text_LW = self.language_model.text_rows(ids_L)
-        check_width(trace.embeds, text_LW.shape[1])
         rows_LW = merge_embeddings(text_LW, trace.spans, trace.embeds)
         trace.keep = keep_in_prompt(len(ids_L), trace.spans, trace.keep_masks, [len(rows) for rows in trace.embeds])
         trace.input_ids = ids_L[trace.keep]
@@ -197,10 +186,3 @@ class VLM:
     def max_context(self) -> int:
         """The maximum number of tokens that the language model reads, including the prompt and the answer."""
         return self.language_model.config.max_position_embeddings
-
-
-def check_width(embeds: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError if the encoder's rows do not have the `width` that the language model accepts."""
-    for rows_MW in embeds:
-        if rows_MW.shape[1] != width:
-            raise ValueError(f"encoder: expected rows of {width} values for the language model, got {rows_MW.shape[1]}")

@@ -17,7 +17,6 @@ from refvl.encoders import (
     Qwen2_5_VisionTransformer,
     Qwen3VLVisionConfig,
     Qwen3VLVisionTransformer,
-    SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
     StepVLEncoder,
@@ -26,6 +25,7 @@ from refvl.encoders import (
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.buffers import metadata_tensors
+from refvl.pixels.slices import SliceGroup
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 

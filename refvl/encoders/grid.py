@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import Grid
+from refvl.checks import Grid, as_grids
 from refvl.encoders.config import TowerConfig
 from refvl.encoders.tower import Tower
 from refvl.encoders.weights import named_tensors

@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.arguments import check_plan
 from refvl.attention import Segments, group_segments, plan_segments, segment_capacity
-from refvl.checks import check_pixel_rows
+from refvl.checks import check_pixel_rows, check_plan
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, SelfAttention, place_in_table
 from refvl.encoders.slice_layouts import as_layouts
 from refvl.encoders.tower import to_device

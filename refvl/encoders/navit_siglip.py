@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments, segment_capacity
-from refvl.checks import check_pixel_rows
+from refvl.checks import as_sizes, check_pixel_rows
 from refvl.encoders.config import TowerConfig
 from refvl.encoders.slice_layouts import encode_strips
 from refvl.encoders.tower import Tower, to_device

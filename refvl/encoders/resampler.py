@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.arguments import as_size, as_sizes
 from refvl.attention import attend, cumulative_lengths, zero_padding
-from refvl.checks import check_floats, check_positive_int, check_shape
+from refvl.checks import as_size, as_sizes, check_floats, check_positive_int, check_shape
 from refvl.encoders.slice_layouts import as_temporal_groups, resample_slices
 from refvl.encoders.tower import Tower, to_device
 from refvl.pixels.slices import NO_TIME

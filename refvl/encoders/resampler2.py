@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_size, check_room
-from refvl.checks import check_positive_int, check_shape
+from refvl.checks import as_size, check_positive_int, check_room, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.tables import resize_position_table, sincos_2d

@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import check_room
 from refvl.attention import Segments, plan_segments
-from refvl.checks import check_pixel_rows, check_positive, check_shape
+from refvl.checks import check_pixel_rows, check_positive, check_room, check_shape
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_size, as_sizes
-from refvl.checks import check_integers, check_shape, is_integer
+from refvl.checks import as_size, as_sizes, check_integers, check_shape, is_integer
 from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import Grid, check_pixel_rows
+from refvl.checks import Grid, as_grids, check_pixel_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from refvl.arguments import check_plan
 from refvl.attention import available_backends, choose_backend
-from refvl.checks import check_pixel_rows
+from refvl.checks import check_pixel_rows, check_plan
 from refvl.encoders.weights import load_strict
 from refvl.pixels.patches import Levels
 
@@ -87,10 +86,10 @@ class Tower(nn.Module):
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: pass exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
-        rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.patch_values))
-        weight = next(self.parameters())
-        check_pixel_rows(pixel_values, rows, weight.device)
-        return pixel_values.to(weight), metadata, self.backend(attention)
+        patches = len(metadata.positions)
+        if pixel_values.shape != (patches, self.patch_values) or not pixel_values.is_floating_point():
+            check_pixel_rows(pixel_values, (("patches", patches), ("values (C*Tp*P*P)", self.patch_values)))
+        return pixel_values.to(next(self.parameters())), metadata, self.backend(attention)
 
     def plan(self, layouts) -> Any:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.

@@ -3,7 +3,6 @@
 They use only an encoder's plan, its forward and its metadata fields.
 """
 
-from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import (
     Batch,
     Limits,
@@ -18,6 +17,6 @@ from refvl.graphs.manager import EncoderGraphManager, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
 
 __all__ = [
-    "Batch", "CaptureError", "EncoderGraphManager", "GraphEncoder", "GraphPlan", "GraphStats", "Limits", "PairedBatch",
+    "Batch", "CaptureError", "EncoderGraphManager", "GraphPlan", "GraphStats", "Limits", "PairedBatch",
     "TraceGraph", "generate_budgets", "infer_limits", "padding_waste", "plan_batches", "plan_paired_batches",
 ]  # fmt: skip

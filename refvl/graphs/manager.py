@@ -12,7 +12,7 @@ of two sizes, so each size has its own graphs. The paths pack independently, so 
 may not share one on the other. One path may also run eagerly while the other one replays graphs. Upstream:
 `EncoderCudaGraphManager`, which packs images once for all paths (`plan_paired_batches`).
 
-The manager uses only the `GraphEncoder` interface of an encoder: plan, forward, metadata at capacity, and the sizes of
+The manager uses only these parts of an encoder: plan, forward, metadata at capacity, and the sizes of
 an item.
 
 Any number of threads may use one manager, and any number of managers may use one encoder. A plan belongs to one call.
@@ -30,7 +30,6 @@ from torch.nn.modules import module as torch_module
 from tqdm.auto import tqdm
 
 from refvl.checks import check_pixel_rows
-from refvl.contracts import Encoder, GraphEncoder
 from refvl.graphs.budgets import Batch, Limits, check_policy, infer_limits, pack_items
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
@@ -127,7 +126,7 @@ class EncoderGraphManager:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Any,
         *,
         budgets: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         max_items: int | None = None,
@@ -147,7 +146,7 @@ class EncoderGraphManager:
         cannot run here.
         """
         self.encoder: Any = encoder
-        self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
+        self.paths: Mapping[str, Any] = getattr(encoder, "paths", {"": encoder})
         self.policy = check_policy(policy)
         self.progress = progress
         self._wanted_backend = backend
@@ -326,7 +325,7 @@ class EncoderGraphManager:
             torch.cuda.empty_cache()
 
 
-def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **given) -> Limits:
+def _limits_of(path: Any, min_budget: int, max_budget: int | None, **given) -> Limits:
     """Infer the limits of one path. given: the caller's `budgets`, `max_items` and `max_frames`."""
     largest = MAX_BUDGET[path.graph_attention]
     unit = getattr(path, "tokens", None)

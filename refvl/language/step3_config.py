@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from transformers import AutoConfig, PretrainedConfig
 
-from refvl.checks import check_positive_int
-from refvl.printing import printable
+from refvl.checks import check_positive_int, printable
 
 
 class Step3TextConfig(PretrainedConfig):

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import Grid, check_positive_ints, check_shape
+from refvl.checks import Grid, as_grids, check_positive_ints, check_shape
 from refvl.pixels.media import as_frames, load_image
 from refvl.pixels.patches import PatchConfig, cut_rows, fit_budget, levels_of_frames, levels_of_image, plan_grid
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.arguments import as_integer_rows
+from refvl.checks import as_integer_rows
 from refvl.pixels.settings import check_preprocessing, known_fields
 
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square

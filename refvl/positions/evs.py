@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import MAX_FRAMES, as_grids, as_list, check_count
 from refvl.checks import (
+    MAX_FRAMES,
+    as_grids,
+    as_list,
     blame,
+    check_count,
     check_floats,
     check_int,
     check_integers,

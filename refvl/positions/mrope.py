@@ -12,8 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_integers, as_sequence, check_mask
-from refvl.checks import MAX_PATCHES, check_flag, check_int, check_number, check_positive_int
+from refvl.checks import (
+    MAX_PATCHES,
+    as_integers,
+    as_sequence,
+    check_flag,
+    check_int,
+    check_mask,
+    check_number,
+    check_positive_int,
+)
 
 MAX_POSITION = 2**31
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_grids, check_count
-from refvl.checks import Grid, check_positive
+from refvl.checks import Grid, as_grids, check_count, check_positive
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:

@@ -13,8 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids, as_integers, check_room
-from refvl.checks import Grid, check_floats, check_positive_int, check_positive_ints, check_shape
+from refvl.checks import (
+    Grid,
+    as_grids,
+    as_integers,
+    check_floats,
+    check_positive_int,
+    check_positive_ints,
+    check_room,
+    check_shape,
+)
 from refvl.positions.rotary import block_positions
 
 MODES = ("bicubic", "bilinear", "nearest")

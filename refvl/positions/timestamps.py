@@ -20,8 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refvl.arguments import MAX_FRAMES, MAX_SECONDS, as_sequence, check_count
-from refvl.checks import MAX_PATCHES, check_flag, check_positive, is_integer
+from refvl.checks import (
+    MAX_FRAMES,
+    MAX_PATCHES,
+    MAX_SECONDS,
+    as_sequence,
+    check_count,
+    check_flag,
+    check_positive,
+    is_integer,
+)
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
 GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (maximum duration of a video in seconds, grid steps per second)

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import MAX_FRAMES, check_count
-from refvl.checks import check_floats, check_pruning_rate, check_shape, check_values
+from refvl.checks import MAX_FRAMES, check_count, check_floats, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
 BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; a single one would miss other distances

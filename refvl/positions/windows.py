@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import MAX_PATCHES, Grid, check_positive_int
+from refvl.checks import MAX_PATCHES, Grid, as_grids, check_positive_int
 
 
 def get_window_index(

@@ -24,7 +24,7 @@ from refvl.processors.tokenizers import load_tokenizer
 
 
 class ChatProcessor(PlansMedia, SpecialTokensAsText):
-    """The path from a user's words to the models' tensors; see `refvl.contracts.Processor`.
+    """The path from a user's words to the models' tensors.
 
     A subclass adds its family's rule for sampling videos, and its layout if that is not a grid of patches.
     """

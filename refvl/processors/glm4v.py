@@ -141,9 +141,9 @@ class GlmgaProcessor(Glm46VProcessor):
     options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
 
 
-def named_processor(folder: Path) -> str | None:
-    """Return `processor_class` from the first of the folder's files that sets it."""
+def class_named_in(folder: Path) -> type[Glm4vProcessor] | None:
+    """Return the class that `processor_class` names in the first of the folder's files that sets it, if it is GLM's."""
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         if (file := folder / name).is_file() and "processor_class" in (values := read_json(file)):
-            return values["processor_class"]
+            return {"Glm4vProcessor": Glm4vProcessor, "Glm46VProcessor": Glm46VProcessor}.get(values["processor_class"])
     return None

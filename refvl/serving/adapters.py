@@ -33,8 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from refvl.checkpoints import download
-from refvl.checks import FLOATS, blame, check_number, read_json
-from refvl.printing import printable
+from refvl.checks import FLOATS, blame, check_number, printable, read_json
 from refvl.serving.provenance import Source, source
 
 PARTS = ("language_model", "connector", "tower")

@@ -26,11 +26,11 @@ from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
 from refvl.graphs.manager import adapter_switches
+from refvl.model import VLM
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
 from refvl.serving.handover import read_embeddings as read_embeddings  # also public in this module
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
-from refvl.serving.model import VLM
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.serving.provenance import digest_of_files, digest_of_inputs
 from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole

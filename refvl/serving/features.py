@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from refvl.arguments import is_grid
+from refvl.checks import is_grid
 from refvl.encoders.tower import send_rows
 from refvl.pixels.crops import CropLayout, plan_crops
 from refvl.pixels.patches import Patches

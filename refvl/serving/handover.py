@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refvl.arguments import is_grid
 from refvl.checkpoints import open_shard
-from refvl.checks import blame, read_json
+from refvl.checks import blame, is_grid, read_json
 
 MANIFEST = "manifest.json"
 ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts

@@ -23,7 +23,7 @@ from transformers import Cache
 
 from refvl.language.model import CausalTextModel
 from refvl.merge import MediaTokens, find_media_spans
-from refvl.pipeline import Request, check_width
+from refvl.pipeline import Request
 from refvl.positions import restrict_positions
 from refvl.serving.options import check_runnable
 from refvl.trace import Record
@@ -74,7 +74,6 @@ def _encode_pieces(
             trace.cached += encoded.cached
             trace.seconds_saved += encoded.seconds_saved
         [rows] = encoded.embeds
-        check_width([rows], model.language_model.row_width)
         if medium.kind == "video" and q:
             embeds.append(rows)
         else:

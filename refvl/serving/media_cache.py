@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from refvl.checks import check_positive_int
 from refvl.graphs.manager import baked_in
+from refvl.model import VLM
 from refvl.pixels.patches import Levels
-from refvl.serving.model import VLM
 
 
 class Embeddings(NamedTuple):

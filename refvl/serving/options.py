@@ -8,11 +8,9 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from refvl import pipeline
-from refvl.arguments import check_names
-from refvl.checks import check_flag, check_positive, check_positive_int, check_pruning_rate
+from refvl.checks import check_flag, check_names, check_positive, check_positive_int, check_pruning_rate, printable
 from refvl.language.model import CausalTextModel
 from refvl.positions.pruners import find_pruner
-from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # a limit, because each beam is a copy of the prompt
@@ -43,8 +41,10 @@ class Wanted(NamedTuple):
     draft: str | None = None  # the name of the option that makes transformers draft tokens
 
 
-def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wanted:
-    """Check the options passed to `VLM.check_options` if the call or the checkpoint sets anything but defaults."""
+def check_unusual(model: Any, method: str, options: dict, max_new_tokens: int, stream: bool) -> Wanted:
+    """Check the options passed to `VLM.check_options`."""
+    check_positive_int(max_new_tokens, "max_new_tokens")
+    check_runnable(model)
     check_flag(stream, "stream")
     own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
     check_generate_options(model.language_model, options, own)
@@ -53,7 +53,7 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     if (assistant := options.get("assistant_model")) is not None:
         if method not in ("chat", "trace"):
             raise ValueError(f"assistant_model: not supported by {method}; use `chat` or `trace`")
-        if not isinstance(assistant, pipeline.VLM):
+        if not isinstance(assistant, pipeline.Pipeline):
             raise TypeError(f"assistant_model: expected a VLM, as `load` returns, got {type(assistant).__name__}")
     for name, off in (("stream", False), ("streamer", None)):
         if num_beams != 1 and (stream if name == "stream" else options.get(name)):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from refvl.checks import printable
 from refvl.language.model import CausalTextModel, generate
-from refvl.printing import printable
 
 HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # code on the hub
 CALLED = ("logits_processor", "stopping_criteria")  # lists of functions, which are checked but not called here

@@ -21,9 +21,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from refvl.model import VLM
 from refvl.processors.messages import as_messages, media_of
 from refvl.serving.batches import BATCH_TOKENS
-from refvl.serving.model import VLM
 from refvl.serving.provenance import digest_of, digest_of_files, digest_of_inputs, digests_of_media
 from refvl.serving.shards import speaking_of
 
@@ -59,7 +59,7 @@ def answer_file(
 
         bar = tqdm(total=len(lines), initial=len(done), desc="answer", unit="request", disable=not progress)
         with bar:
-            for answer in vlm.answer_each(todo(), common, batch_tokens, **options):
+            for answer in vlm.answer_each(todo(), common, batch_tokens=batch_tokens, **options):
                 failed = isinstance(answer, Exception)
                 said = {"error": str(answer) or type(answer).__name__} if failed else {"answer": answer}
                 done.append(begun.popleft() | said)

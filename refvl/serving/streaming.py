@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import CompileConfig, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
+
+from refvl.serving.options import is_static
+from refvl.trace import Record
 
 
 def of_a_thread() -> dict:
@@ -30,6 +34,20 @@ class FanOut(BaseStreamer):
     def end(self) -> None:
         for streamer in self.streamers:
             streamer.end()
+
+
+def stream_answer(model: Any, trace: Record, max_new_tokens: int, options: dict) -> Iterator[str]:
+    """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count."""
+    listener = options.pop("streamer", None)
+    criteria = options.pop("stopping_criteria", None) or ()
+    options = (of_a_thread() if is_static(model.language_model, options) else {}) | options
+
+    def run(text_streamer, stop) -> None:
+        both = FanOut(text_streamer, listener)
+        stops = StoppingCriteriaList([*criteria, stop])
+        model.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **options)
+
+    return stream_text(run, model.processor.tokenizer)
 
 
 def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

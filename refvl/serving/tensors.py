@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateOutput
 
-from refvl.arguments import as_seconds, check_prompts
-from refvl.checks import check_pixel_rows, check_shape, check_values
+from refvl.checks import as_seconds, check_pixel_rows, check_prompts, check_shape, check_values
 from refvl.merge import MediaTokens
 from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, check_runnable, option

@@ -24,9 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_integers
-from refvl.checks import check_values
-from refvl.printing import printable
+from refvl.checks import as_integers, check_values, printable
 
 __all__ = [
     "CONVENTIONS", "Convention", "Region", "find_convention", "find_regions", "from_picture", "parse", "rescale",

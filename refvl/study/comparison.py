@@ -21,9 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refvl.arguments import is_grid
 from refvl.checkpoints import open_shard
-from refvl.checks import check_number, read_json
+from refvl.checks import check_number, is_grid, read_json
 from refvl.positions.rotary import merge_block_coordinates
 from refvl.study.text_causes import explain
 from refvl.study.tower_causes import explain_tower

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from refvl.checkpoints import weight_headers
-from refvl.contracts import Encoder, Processor
 from refvl.encoders import StepVLEncoder
 from refvl.encoders.grid import GridEncoder
-from refvl.pipeline import VLM
+from refvl.pipeline import Pipeline
 from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
@@ -73,7 +72,7 @@ class MediaPlan:
     kept: int  # the number of tokens after pruning
 
 
-def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
+def plan_media(vlm: Pipeline, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
     """Plan a decoded image (PIL or `Blank`) or a `Video`, pruned by a method in `PRUNERS`.
 
     Raises ValueError if the family, the processor or the pruner does not accept the item.
@@ -94,7 +93,7 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 
 
-def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> str:
+def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
     """Describe the preprocessing of a decoded item, step by step."""
     config = processor.image_config
     if isinstance(config, PatchConfig):
@@ -193,7 +192,12 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def costs(
-    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
+    vlm: Pipeline,
+    media: Sequence = (),
+    *,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    text_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes.
 
@@ -219,7 +223,7 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves: dict[str, Encoder | nn.Module] = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
+    halves: dict[str, Any] = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
     parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
     stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]
@@ -246,7 +250,12 @@ def costs(
 
 
 def describe(
-    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
+    vlm: Pipeline,
+    media: Sequence = (),
+    *,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    text_bytes: int | None = None,
 ) -> dict[str, str]:
     """Return `costs` as text, in rows of a table."""
     found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
@@ -317,7 +326,7 @@ def _parameters(module: Any) -> str:
     return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
 
 
-def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
     """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
     Raises ValueError, naming the argument, for families without pixel limits, or for a minimum above the maximum.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from refvl.language.loading import progress_bars
-from refvl.pipeline import VLM
+from refvl.model import VLM
 from refvl.pixels.media import Video
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import refvl
-from refvl.arguments import is_grid
+from refvl.checks import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video

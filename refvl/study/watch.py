@@ -294,6 +294,7 @@ def trace(
             raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
         return watched_run(model, request, max_new_tokens, generate_kwargs, **watched)
     if is_ahead:
+        trace: Any
         trace, generate_kwargs = read_ahead(model, request, prefill_chunk, generate_kwargs)
         read_out(model, answer, trace, max_new_tokens, generate_kwargs)
         return trace

@@ -30,7 +30,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 import refvl
-from refvl.printing import plain
+from refvl.checks import plain
 from refvl.tools.tables import stage_table
 
 app = typer.Typer(

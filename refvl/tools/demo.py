@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from refvl.loading import load
+from refvl.model import VLM
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
-from refvl.serving.model import VLM
 from refvl.study.report import Trace
 from refvl.tools.tables import stage_table
 

@@ -37,7 +37,7 @@ from refvl.pixels.slices import SliceConfig
 from refvl.positions.timestamps import VARIANTS
 
 if TYPE_CHECKING:
-    from refvl.serving.model import VLM
+    from refvl.model import VLM
     from refvl.viz.explorers.assignment import AssignmentExplorer
     from refvl.viz.explorers.attention import AttentionExplorer
     from refvl.viz.explorers.costs import CostsExplorer

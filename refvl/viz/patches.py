@@ -10,8 +10,7 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import Grid, check_shape
+from refvl.checks import Grid, as_grids, check_shape
 from refvl.pixels.by_hand import unpatchify
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid, resize_image

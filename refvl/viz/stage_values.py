@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from refvl.arguments import is_grid
+from refvl.checks import is_grid
 from refvl.pixels.media import Video
 from refvl.positions import merge_block_coordinates
 from refvl.study.journey import ASK, Journey

@@ -22,7 +22,6 @@ from transformers import CONFIG_MAPPING
 from refvl.encoders import (
     MiniCPMV4_6Encoder,
     MiniCPMV4_6VisionConfig,
-    SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
     StepVLEncoder,
@@ -31,6 +30,7 @@ from refvl.encoders import (
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+from refvl.pixels.slices import SliceGroup
 from refvl.study.report import Trace
 from refvl.study.watch import TowerWatch
 

@@ -19,8 +19,7 @@ from PIL import Image
 from random_models import HAS_5_23, MAKERS
 from transformers import PreTrainedTokenizerFast
 
-from refvl import families
-from refvl.contracts import Processor
+from refvl import families, loading
 from refvl.merge import find_media_spans
 from refvl.paths import DATA
 from refvl.pixels.media import Video
@@ -97,7 +96,7 @@ def planners(name: str):
 
 
 def meta_encoder(config):
-    return families.empty_encoder(config, dtype=torch.float32, device="meta", attention="auto")
+    return loading.empty_encoder(config, dtype=torch.float32, device="meta", attention="auto")
 
 
 def video(frames: int, width: int, height: int, fps: float = 2.0) -> Video:
@@ -126,20 +125,6 @@ def merged_of(processor, messages) -> list:
 def tokenize(processor, prompt, **options) -> list[int]:
     messages = processor.messages(prompt)
     return processor.tokenize(messages, merged_of(processor, messages), **options)
-
-
-# --- the protocol ----------------------------------------------------------------------------------------------------
-
-
-@every
-def test_every_attribute_of_the_protocol_is_there(parts, name):
-    """Also without a folder, and without asking in vain what a video is."""
-    members = {n for n in (*vars(Processor), *Processor.__annotations__) if not n.startswith("_")}
-    assert {"layout_of", "video_config", "tokens_at_once", "clip_sampling", "tokenize"} <= members
-    processor = parts(name).processor
-    for candidate in (processor, type(processor)(processor.config)):
-        assert {member for member in members if not hasattr(candidate, member)} == set()
-        assert isinstance(candidate.clip_sampling, str) and candidate.largest_picture % candidate.tokens_at_once == 0
 
 
 # --- one truth: layouts and tokens -----------------------------------------------------------------------------------

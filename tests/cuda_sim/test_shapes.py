@@ -11,9 +11,10 @@ import torch
 from simulated_cuda import Machine, _replaced, _set_device_guard
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from refvl.encoders import SliceGroup
-from refvl.families import empty_encoder, read_config
+from refvl.families import read_config
+from refvl.loading import empty_encoder
 from refvl.paths import DATA
+from refvl.pixels.slices import SliceGroup
 
 CONFIGS = sorted(path.stem for path in (DATA / "configs").glob("*.json"))
 PICTURES, CLIP = (SliceGroup(((32, 32),)), SliceGroup(((28, 37),))), (SliceGroup(((32, 32), (32, 32)), (0, 5)),)

@@ -11,9 +11,10 @@ import torch
 from closeness import assert_differ
 from towers import randomize
 
-from refvl.encoders import SiglipViT, SliceGroup
+from refvl.encoders import SiglipViT
 from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
 from refvl.families import FAMILIES, find_family
+from refvl.pixels.slices import SliceGroup
 
 FOLDER = Path(__file__).parents[1] / "golden"
 VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from graph_families import FAMILIES, build, distance, make_case, position_fields, without
 
-from refvl.encoders import SliceGroup
+from refvl.pixels.slices import SliceGroup
 
 LAYOUTS = {"MiniCPM-V 4.5": (SliceGroup(((3, 4), (5, 2)), (5, 90)),), "MiniCPM-V 4.6": ((8, 12),)}
 LAYOUTS |= dict.fromkeys(["Step3-VL", "Step3-VL-10B"], (1, 2)) | dict.fromkeys(FAMILIES[:4], (1, 4, 6))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refvl.encoders import SliceGroup
 from refvl.families import FAMILIES
 from refvl.graphs import Batch, EncoderGraphManager
+from refvl.pixels.slices import SliceGroup
 
 LATER = ["2.5", "2.6", "4.0", "4.5"]
 MAX_FRAMES = 4

@@ -18,9 +18,9 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import refvl
+from refvl.checks import plain
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
-from refvl.printing import plain
 from refvl.serving import adapters, linear
 from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import app

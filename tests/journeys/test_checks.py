@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from refvl.arguments import as_grids, as_seconds, check_token_ids
-from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape
+from refvl.checks import (
+    as_grids,
+    as_seconds,
+    check_floats,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_token_ids,
+)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from random_models import MAKERS, WITH_PATHS, WITHOUT_VIDEOS, load, make, random
 from safetensors.torch import load_file, save_file
 
 import refvl
-from refvl.printing import plain
+from refvl.checks import plain
 from refvl.study.costs import describe, plan_media
 
 RANDOM = np.random.default_rng(0)

@@ -26,13 +26,13 @@ from refvl.encoders import (
     Qwen2_5_VisionTransformer,
     Qwen3VLVisionConfig,
     Qwen3VLVisionTransformer,
-    SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
     StepVLEncoder,
     StepVLVisionConfig,
 )
 from refvl.graphs import EncoderGraphManager
+from refvl.pixels.slices import SliceGroup
 from refvl.serving.parallel import (
     get_count_assignment,
     get_load_balance_assignment,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from random_models import random_folder, random_model
 
+from refvl.checks import plain
 from refvl.paths import DATA
 from refvl.positions import PRUNERS
-from refvl.printing import plain
 from refvl.tools.cli import Pruning
 
 CLIP, PHOTO = DATA / "clips" / "bigbuckbunny.mp4", DATA / "pictures" / "coffee.jpg"

@@ -11,8 +11,7 @@ import refvl
 from data.training import evaluate_tiny, scenes
 from data.training.tiny_minicpmv import FAMILY, PACKING, QUERIES, SLICES
 from data.training.tiny_model import PromptBuilder, TinyModel
-from refvl.encoders import SliceGroup
-from refvl.pixels.slices import slice_grid
+from refvl.pixels.slices import SliceGroup, slice_grid
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from refvl.paths import DATA
 LIBRARY = Path(__file__).resolve().parents[2] / "refvl"
 BESIDE = ("serving", "study", "viz", "tools")  # they build on the stages, and no stage knows of them
 DOORS = {  # names that callers import: behind them stands a model with everything, or a module that has moved
-    "refvl", "refvl.__main__", "refvl.loading", "refvl.boxes", "refvl.parallel",
+    "refvl", "refvl.__main__", "refvl.loading", "refvl.model",
 }  # fmt: skip
 STAGES = ("pixels", "processors", "encoders", "positions", "language", "graphs")
 SHARED = (
-    "pipeline", "merge", "attention", "trace", "checks", "printing", "arguments", "families", "checkpoints",
-    "contracts",
+    "pipeline", "merge", "attention", "trace", "checks", "families", "checkpoints",
 )  # fmt: skip
 
 
@@ -136,9 +135,10 @@ def test_circles_are_found(tmp_path, files, circle):
 
 
 def test_the_core_class_alone_answers_a_question():
-    """`refvl.pipeline.VLM`, without what serving adds. Oracle: the model that `refvl.load` gives."""
+    """`Pipeline` has the whole path. Oracle: `chat` of the model that `refvl.load` gives."""
     model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
-    core = pipeline.VLM(model.config, model.processor, model.encoder, model.language_model)
-    asked = {"images": [DATA / "pictures" / "scene.png"], "max_new_tokens": 8}
-    assert core.chat("What color is the circle?", **asked) == model.chat("What color is the circle?", **asked) == "red"
-    assert type(core) is not type(model) and isinstance(model, pipeline.VLM)
+    core = pipeline.Pipeline(model.config, model.processor, model.encoder, model.language_model)
+    question, pictures = "What color is the circle?", [DATA / "pictures" / "scene.png"]
+    record = core.read(pipeline.Request(question, pictures))
+    core.answer(record, 8)
+    assert record.text == model.chat(question, images=pictures, max_new_tokens=8) == "red"

@@ -33,7 +33,7 @@ def _run(
     """
     import torch
 
-    from refvl.pipeline import VLM
+    from refvl.model import VLM
     from refvl.tools.cli import main
 
     os.environ |= environment or {}

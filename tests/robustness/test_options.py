@@ -16,7 +16,7 @@ from random_models import RANDOM, random_model
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 import refvl
-from refvl.serving.model import VLM
+from refvl.model import VLM
 from refvl.serving.options import GENERATE_OPTIONS
 
 LIBRARY = str(Path(refvl.__file__).parent)

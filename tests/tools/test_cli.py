@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import refvl
 from refvl.attention import BACKENDS
-from refvl.encoders import SliceGroup
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
+from refvl.pixels.slices import SliceGroup
 from refvl.study.report import layout_text
 from refvl.tools.cli import Benchmark, Console, Stopped, app, report_mistakes
 from refvl.tools.demo import show

@@ -8,11 +8,11 @@ import numpy as np
 
 import refvl
 from refvl.graphs import generate_budgets
+from refvl.model import VLM
 from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
-from refvl.serving.model import VLM
 from refvl.viz.explore import (
     explore_assignment,
     explore_attention,

@@ -13,7 +13,7 @@ from torch import Tensor
 from refvl.graphs import EncoderGraphManager, TraceGraph
 from refvl.graphs.manager import CapturedBudget
 from refvl.graphs.recorder import Operation
-from refvl.serving.model import VLM
+from refvl.model import VLM
 from refvl.study.report import Trace
 from refvl.study.stale import StaleReplay, replay_stale
 from refvl.viz.explorers.base import Control, Explorer, module, photo

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from refvl.encoders.resampler import attention_weights
-from refvl.pipeline import VLM
+from refvl.model import VLM
 from refvl.pixels.crops import CropConfig, count_prompt_tokens, plan_crops
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, patchify_slices, plan_slices
