@@ -2,35 +2,32 @@
 
     environment   refvl, torch, driver, GPUs; if nothing can run, also the reason
     checks        run one by one (`refvl.tools.gpu_checks`) until the time is up; an error ends only its own check
-    result        a JSON file, rewritten after every row, and a zip of it, a table and logs, to attach to an issue
+    result        a JSON file, rewritten after every row, to attach to an issue
 
 If the process dies, the JSON names the check that was running and contains all results so far; the run does not pass.
 """
 
-import io
 import json
 import os
 import platform
-import re
 import subprocess
 import time
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from rich.table import Table
 
 import refvl
 from refvl.attention import available_backends
 from refvl.paths import CLONE, ROOT
 from refvl.tools import gpu_checks
-from refvl.tools.gpu_checks import HEAD_DIMS, Bench, Skipped
+from refvl.tools.gpu_checks import Bench, Skipped
 
 GIT = ("git", "-C", str(CLONE))
 SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
@@ -56,15 +53,11 @@ def check_gpu(
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON; a zip of the same name is written next to it. thorough: run every check, in at most ten minutes;
-    otherwise run those that fit in a minute. bench, checks, seconds: the work, the checks and the time limit; only
-    tests set them. Raises ValueError if `device` is not a CUDA device. If the device cannot run anything, "problem"
-    contains the reason.
+    out: the JSON. thorough: run every check, in at most ten minutes; otherwise run those that fit in a minute. bench,
+    checks, seconds: the work, the checks and the time limit; only tests set them. Raises ValueError if `device` is not
+    a CUDA device. If the device cannot run anything, "problem" contains the reason.
     """
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected the name of a CUDA device, got {device!r}") from error
+    device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device: expected the name of a CUDA device, got {str(device)!r}")
     device = torch.device("cuda", device.index or 0)
@@ -75,38 +68,38 @@ def check_gpu(
         "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
         "checks": {name: {"state": "not reached", "rows": []} for name in checks},
     }  # fmt: skip
-    report = Report(Path(out), result, bench.attachments)
-    report.save()
+    save = partial(_write, Path(out), result)
+    save()
     try:
         result["problem"] = find_problem(device, result["environment"]["nvidia_smi"])
         if not result["problem"]:
             result["environment"] |= describe_device(device)
             with torch.cuda.device(device):
                 for name, check in checks.items():
-                    _run(check, replace(bench, device=device), result["checks"][name], report, limit)
+                    _run(check, replace(bench, device=device), result["checks"][name], save, limit)
             result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
     finally:
-        report.save(zipped=True)
+        save()
     return result
 
 
-def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
+def _run(check: Callable, bench: Bench, entry: dict, save: Callable, limit: float) -> None:
     """Run one check and record its rows, state and seconds. Only interrupts propagate."""
     entry["state"], start = "running", time.monotonic()
-    report.save(zipped=True)
+    save()
     try:
         for row in check(bench):
             entry["rows"].append(row)
-            report.save()
+            save()
             if time.monotonic() > limit:
                 raise Skipped(f"the time limit was reached after {len(entry['rows'])} rows")
         entry["state"] = "passed"
     except Skipped as reason:
         entry |= {"state": "skipped", "reason": str(reason)}
     except Exception as error:
-        entry |= {"state": "error", "reason": f"{type(error).__name__}: {error}", "traceback": _traceback()}
+        entry |= {"state": "error", "reason": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     except BaseException:
         entry["state"] = "stopped"
         raise
@@ -114,42 +107,14 @@ def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: fl
         if not all(row["passed"] for row in entry["rows"]) and entry["state"] in GOOD:
             entry["state"] = "failed"
         entry["seconds"] = round(time.monotonic() - start, 1)
-        report.save(zipped=True)
+        save()
 
 
-def _traceback() -> str:
-    return traceback.format_exc().replace(os.path.expanduser("~"), "~")
-
-
-class Report:
-    """The files of a run; each write replaces a whole file."""
-
-    def __init__(self, path: Path, result: dict, attachments: dict[str, str]):
-        self.path, self.result, self.attachments = path, result, attachments
-        self.zip_path = path.with_suffix(".zip")
-
-    def save(self, *, zipped: bool = False) -> None:
-        """Write the JSON; if `zipped`, also write the zip, with the table and the attachments."""
-        text = json.dumps(self.result, indent=1) + "\n"
-        _write(self.path, text.encode())
-        if zipped:
-            packed = io.BytesIO()
-            with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name, content in {self.path.name: text, "table.txt": self.table(), **self.attachments}.items():
-                    archive.writestr(name, content)
-            _write(self.zip_path, packed.getvalue())
-
-    def table(self) -> str:
-        console = Console(file=io.StringIO(), width=120, markup=False, emoji=False)
-        for table in tables(self.result):
-            console.print(table)
-        return f"{console.file.getvalue()}{verdict(self.result)}\n"  # type: ignore[attr-defined]  # it is a StringIO
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+def _write(path: Path, result: dict) -> None:
+    """Replace the whole file."""
+    partial_path = path.with_name(f"{path.name}.partial")
+    partial_path.write_text(json.dumps(result, indent=1) + "\n")
+    partial_path.replace(path)
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -173,9 +138,6 @@ def describe_machine() -> dict[str, Any]:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention."""
     properties = torch.cuda.get_device_properties(device)
-    kernels = {
-        f"head dimension {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS
-    }
     return {
         "device": str(device),
         "name": properties.name,
@@ -184,7 +146,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "built_for": torch.cuda.get_arch_list(),
         "cudnn": torch.backends.cudnn.version(),
-        "attention": kernels,
+        "attention": describe_backend(available_backends(device, torch.float16)[0]),
     }
 
 
@@ -196,48 +158,16 @@ def find_problem(device: torch.device, cards: str) -> str:
     listed = f"nvidia-smi lists {cards.splitlines()[0]}" if cards else "nvidia-smi lists no GPU"
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
-            do = "install a CUDA build of torch (https://pytorch.org)" if cards else "a GPU and a CUDA build are needed"
-            return f"CPU wheel: torch {torch.__version__} is built without CUDA, and {listed}; {do}"
-        if not cards:
-            return f"no GPU: {listed}, or there is no nvidia-smi; torch {torch.__version__} is a CUDA build"
+            return f"CPU wheel: torch {torch.__version__} is built without CUDA, and {listed}"
         try:
             torch.cuda.init()
             said = "torch gives no reason"
         except (RuntimeError, AssertionError) as error:
             said = str(error).split("\n")[0]
-        if "too old" in said:
-            need = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-            return f"old driver: {need}, and {listed}; update the driver, or install a torch for an older CUDA"
         return f"no GPU that torch can use: {said}; {listed}"
-    if (index := device.index or 0) >= torch.cuda.device_count():
+    if (device.index or 0) >= torch.cuda.device_count():
         return f"no such GPU: expected a GPU for {device}, but torch sees {torch.cuda.device_count()}, counted from 0"
-    capability = torch.cuda.get_device_capability(index)
-    if not has_kernels(capability, built_for := torch.cuda.get_arch_list()):
-        card = f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}"
-        age = "new" if capability > max(map(_capability, built_for)) else "old"
-        return f"GPU too {age}: {card}, but torch {torch.__version__} has kernels only for {', '.join(built_for)}"
     return ""
-
-
-def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Return whether a build of torch runs on a GPU. built_for: the return value of `torch.cuda.get_arch_list()`.
-
-    Kernels (sm_86) run on GPUs with the same major capability and an equal or higher minor one. Kernels with an "a" run
-    only on exactly their capability. Code for the driver's compiler (compute_90) runs on all later capabilities.
-    """
-    for name in built_for:
-        wanted = _capability(name)
-        if name.startswith("compute_") and capability >= wanted:
-            return True
-        if capability == wanted or (not name.endswith("a") and capability[0] == wanted[0] and capability > wanted):
-            return True
-    return False
-
-
-def _capability(name: str) -> tuple[int, int]:
-    """Return the capability in a name: sm_120 gives (12, 0)."""
-    number = re.sub(r"\D", "", name)
-    return int(number[:-1]), int(number[-1])
 
 
 def _say(*command: str) -> str:
@@ -252,35 +182,21 @@ def _say(*command: str) -> str:
 
 
 def tables(result: dict) -> Iterator[Table]:
-    """Yield three tables: every check with the row closest to its limit, every failed row, and every time."""
+    """Yield two tables: every check, and every row that failed or has no limit, such as a time."""
     if result["problem"]:
         return
-    table = Table("check", "state", "rows", "s", "closest to its limit, or why not", title="check-gpu")
+    table = Table("check", "state", "rows", "s", "reason", title="check-gpu")
     for name, entry in result["checks"].items():
-        cells = [entry["state"], str(len(entry["rows"])), str(entry.get("seconds", "")), _remark(entry)]
-        table.add_row(name, *cells)
+        seconds = str(entry.get("seconds", ""))
+        table.add_row(name, entry["state"], str(len(entry["rows"])), seconds, entry.get("reason", ""))
     yield table
-    rows = [(name, row) for name, entry in result["checks"].items() for row in entry["rows"]]
-    for title, wanted in (
-        ("failed", lambda row: not row["passed"]),
-        ("measured", lambda row: row["allowed"] is None),
-    ):
-        if chosen := [(name, row) for name, row in rows if wanted(row)]:
-            table = Table("check", "what", "measured", "allowed", title=title)
-            for name, row in chosen:
+    table = Table("check", "what", "measured", "allowed", title="failed and measured")
+    for name, entry in result["checks"].items():
+        for row in entry["rows"]:
+            if not row["passed"] or row["allowed"] is None:
                 allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
                 table.add_row(name, row["check"], f"{float(row['measured']):.3g} {row['unit']}", allowed)
-            yield table
-
-
-def _remark(entry: dict) -> str:
-    if "reason" in entry:
-        return entry["reason"]
-    limited = [row for row in entry["rows"] if row["allowed"]]
-    if not limited:
-        return ""
-    row = max(limited, key=lambda row: float(row["measured"]) / row["allowed"])
-    return f"{row['check']}: {float(row['measured']):.2g} of {row['allowed']:.2g}"
+    yield table
 
 
 def verdict(result: dict) -> str:
@@ -289,9 +205,10 @@ def verdict(result: dict) -> str:
         return f"check-gpu: {result['problem']}"
     where = result["environment"]
     name = f"{where['name']} ({where['capability']}), torch {where['torch']}" if "name" in where else "nothing ran"
-    states = [entry["state"] for entry in result["checks"].values()]
-    bad = [f"{key} ({entry['state']})" for key, entry in result["checks"].items() if entry["state"] not in GOOD]
-    skipped = f"; {states.count('skipped')} skipped" if "skipped" in states else ""
+    states = {key: entry["state"] for key, entry in result["checks"].items()}
+    bad = [f"{key} ({state})" for key, state in states.items() if state not in GOOD]
     if bad:
-        return f"check-gpu: {len(bad)} of {len(states)} checks did not pass on {name}: {', '.join(bad)}{skipped}"
-    return f"check-gpu: {name} passes {states.count('passed')} checks{skipped}"
+        return f"check-gpu: {len(bad)} of {len(states)} checks did not pass on {name}: {', '.join(bad)}"
+    skipped = [key for key, state in states.items() if state == "skipped"]
+    passed = f"check-gpu: {name} passes {len(states) - len(skipped)} checks"
+    return passed + f"; skipped: {', '.join(skipped)}" * bool(skipped)

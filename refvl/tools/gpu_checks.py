@@ -1,21 +1,15 @@
 """The checks of `python -m refvl check-gpu`: each one is a function that accepts a `Bench` and yields rows.
 
-    attention       every backend against float64 on irregular segments
-    pixels          rows normalised on the GPU against the CPU, bit for bit
-    towers          all towers, eager and with graphs, against a CPU's results in data/measurements/gpu
-    answers         token ids of the shipped models, against a CPU's ids in the same folder
-    graphs          replays after empty_cache and after torch.compile, and the memory that `clear` frees
-    streams         two threads, each with its own stream
-    data parallel   two GPUs, joined by NCCL
-    compiled        all towers, compiled
-    suite           `pytest -m gpu`
-    times           a tower as wide as the 7B's: eager, planned, graph alone, graph with packing, compiled
-    decode          one token of a text model as wide as the 7B's
+    towers      all towers, eager and with graphs, against a CPU's results in data/measurements/gpu
+    answers     token ids of the shipped models, against a CPU's ids in the same folder
+    times       a tower as wide as the 7B's: eager, planned, graph alone, compiled
+    compiled    all towers, compiled
+    suite       `pytest -m gpu`
 
 A row contains (what, measured, allowed); if allowed is None, there is no limit. `python -m refvl.tools.gpu_checks`
 rewrites the expected results.
 
-Shape suffixes: N rows, H heads, K head dimension, M output tokens, D hidden.
+Shape suffixes: M output tokens, D hidden.
 """
 
 import importlib.util
@@ -23,49 +17,30 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import isfinite
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from refvl import families
-from refvl.attention import HALF, available_backends, cumulative_lengths, is_ampere, varlen_attention
-from refvl.checks import read_json
+from refvl.attention import HALF, available_backends, is_ampere
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.tower import send_rows
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
-from refvl.graphs.cuda import pool_bytes
-from refvl.language.loading import random_language_model
 from refvl.loading import load
 from refvl.paths import CLONE, DATA
-from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
-from refvl.serving.parallel import run_dp_sharded_mrope_vision_model
 from refvl.study.arithmetic import encoder_operations
 
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
-HEAD_DIMS = (64, 72, 80, 112, 128)  # those of GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segment lengths, with empty segments in between and last
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
-SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
-RANKS = ("nccl", "cuda")  # the backend of `data parallel`'s process group, and the devices on which it encodes
 QUESTIONS: dict[
     str, tuple[str, dict[str, Any]]
 ] = {  # token ids of each shipped model; every token wins by at least 3 logits, so rounding does not change any
@@ -97,13 +72,8 @@ class Bench:
 
     device: torch.device
     tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `times`
-    small: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `graphs` and `streams`
     sides: Sequence[int] = (16, 36, 74)  # in patches: images of 224, 504 and 1036 px
-    clip: tuple[int, int, int] = (8, 36, 36)
-    text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
-    prompt: int = 1024  # the number of tokens before the decode step
-    repeats: int = 20  # the number of timed calls, and of each thread's calls in `streams`
-    attachments: dict[str, str] = field(default_factory=dict)  # the files in the zip: name -> text
+    repeats: int = 20  # the number of timed calls
 
     @property
     def half(self) -> torch.dtype:
@@ -119,52 +89,6 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def check_attention(bench: Bench) -> Iterator[dict]:
-    """Compare each backend, dtype and head dimension with float64; the error is a share of the largest value.
-
-    The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each with a relative
-    error of at most eps / 2. The float32 sums of 257 terms add no error visible in half precision.
-    """
-    for dtype in (*HALF, torch.float32):
-        for head_dim in HEAD_DIMS:
-            generator = torch.Generator().manual_seed(head_dim)
-            qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
-            q, k, v = qkv.unbind(1)  # strided, like the output of a fused projection
-            exact = _exact_attention(q, k, v)
-            for backend in available_backends(bench.device, dtype, head_dim):
-                cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
-                out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
-                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # the bound for float32; tf32 is not considered
-                error = float((out.double() - exact).abs().max() / v.double().abs().max())
-                yield row(
-                    f"{backend}, {_name(dtype)}, head dimension {head_dim}", error, steps * torch.finfo(dtype).eps
-                )
-
-
-def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
-    """Compute attention segment by segment in float64."""
-    segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
-    outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
-    return torch.cat(outs_HNK, dim=1).transpose(0, 1)
-
-
-@torch.inference_mode()
-def check_pixels(bench: Bench) -> Iterator[dict]:
-    """Copy an image and a video to the device as bytes and normalise them there. Oracle: the CPU, bit for bit."""
-    config = PatchConfig(min_pixels=784)
-    with Image.open(SCENE) as image:
-        media = {"an image": levels_of_image(image.convert("RGB"), config)[0]}
-    frames = torch.randint(0, 256, (4, 56, 84, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    media["a clip"] = levels_of_frames(frames.numpy(), config)[0]
-    encoder = Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny())
-    for dtype in (*HALF, torch.float32):
-        encoder.to(bench.device, dtype)
-        for name, levels in media.items():
-            sent, wanted = send_rows([levels], encoder).cpu(), levels.normalize().to(dtype)
-            yield row(f"{name} in {_name(dtype)}, values that differ", float((sent != wanted).sum()), 0)
 
 
 @cache
@@ -273,104 +197,7 @@ def check_answers(bench: Bench) -> Iterator[dict]:
         yield row(f"{name}, graphs, items that ran eagerly", model.graphs.stats().misses, 0)
 
 
-@torch.inference_mode()
-def check_graphs(bench: Bench) -> Iterator[dict]:
-    """Compare replays of A, B and A with the eager tower, also after freed memory is overwritten or code compiled."""
-    encoder = _random_tower(bench.small)
-    grids = [(1, bench.sides[0], bench.sides[0])]
-    growth = _growth(encoder, _pixels(encoder, grids), grids)
-    manager, pictures = _manager_and_pictures(bench, encoder.to(bench.device, bench.half))
-    first: dict[str, Tensor] = {}
-    for name in "ABA":
-        [out] = manager.execute(*pictures[name])
-        error = _error(out, encoder(*pictures[name]))
-        yield row(f"image {name} against eager", error, _allowed(encoder, out.dtype) * growth)
-        others = _others(first.setdefault(name, out), out)
-        yield row(f"image {name}, values that differ from its first replay", others, 0)
-    for moment in ("empty_cache", "torch.compile"):
-        if moment == "torch.compile":
-            torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=bench.device))
-        torch.cuda.empty_cache()
-        poison = [torch.full((2**n,), torch.nan, device=bench.device) for n in range(8, 24)]  # takes the freed memory
-        [out] = manager.execute(*pictures["A"])
-        yield row(f"after {moment} and NaN in freed memory, values that differ", _others(first["A"], out), 0)
-        del poison
-    pool = manager._pool
-    manager.clear()
-    yield row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
-
-
-def check_streams(bench: Bench) -> Iterator[dict]:
-    """Let two threads share a tower and its graphs, each on its own stream. Oracle: one thread, bit for bit."""
-    encoder = _random_tower(bench.small).to(bench.device, bench.half)
-    with torch.inference_mode():
-        manager, pictures = _manager_and_pictures(bench, encoder)
-        wanted = {name: (encoder(*given), *manager.execute(*given)) for name, given in pictures.items()}
-    torch.cuda.synchronize(bench.device)
-
-    @torch.inference_mode()
-    def work(name: str) -> float:
-        stream, others = torch.cuda.Stream(bench.device), 0.0
-        with torch.cuda.device(bench.device), torch.cuda.stream(stream):
-            for _ in range(bench.repeats):
-                outs = encoder(*pictures[name]), *manager.execute(*pictures[name])
-                others += sum(map(_others, outs, wanted[name]))
-        return others
-
-    with ThreadPoolExecutor(2) as pool:
-        for name, others in zip("AB", pool.map(work, "AB"), strict=True):
-            yield row(f"image {name} in a thread with a stream, values that differ", others, 0)
-    manager.clear()
-
-
-def check_data_parallel(bench: Bench, seconds: float = 120) -> Iterator[dict]:
-    """Let two processes, each with its own GPU, share four items. Oracle: one process."""
-    backend, kind = RANKS
-    if kind == "cuda" and torch.cuda.device_count() < 2:
-        raise Skipped("needs two GPUs, but torch sees one")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = multiprocessing.spawn(_encode_share, (backend, kind, folder), nprocs=2, join=False)
-        end = time.monotonic() + seconds
-        try:
-            while not ranks.join(timeout=1):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"data parallel: the two processes had not finished after {seconds:.0f} s")
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        outs = [load_file(Path(folder, f"{rank}.safetensors"))["embeds"] for rank in range(2)]
-    encoder, rows, grids = _shared_items()
-    with torch.inference_mode():
-        wanted = encoder(rows, grids)
-    for rank, out in enumerate(outs):
-        yield row(f"rank {rank} against a CPU", _error(out, wanted), _allowed(encoder, torch.float32))
-
-
-def _shared_items():
-    encoder, rows, _ = build_tower("Qwen2.5-VL")
-    grids = [(1, 4, 6), (1, 2, 4), (1, 8, 4), (1, 4, 4)]
-    return encoder, rows[: sum(t * h * w for t, h, w in grids)], grids
-
-
-def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
-    """Encode one rank's share of `data parallel`, in its own process."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    where: dict[str, Any] = {
-        "init_method": f"file://{folder}/group",
-        "rank": rank,
-        "world_size": 2,
-        "timeout": timedelta(seconds=60),
-    }
-    dist.init_process_group(backend, **where)
-    encoder, rows, grids = _shared_items()
-    embeds = run_dp_sharded_mrope_vision_model(encoder.to(device), rows, grids)
-    save_file({"embeds": torch.cat(embeds).cpu()}, Path(folder, f"{rank}.safetensors"))
-    dist.destroy_process_group()
-
-
-def run_suite(bench: Bench, seconds: float = 240, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
+def run_suite(bench: Bench, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
     """Run those of the repository's tests that need a GPU, in a process that sees only this device."""
     if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
         raise Skipped("needs a clone of the repository, and pip install -e '.[test]'")
@@ -378,22 +205,13 @@ def run_suite(bench: Bench, seconds: float = 240, arguments: Sequence[str] = ("-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[index] if visible[0] else str(index)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
-    with tempfile.TemporaryFile("w+") as said:
-        try:
-            done = subprocess.run(command, cwd=CLONE, env=environment, stdout=said, stderr=said, timeout=seconds)
-        finally:
-            said.seek(0)
-            bench.attachments["suite.txt"] = output = said.read()
-    summary = (output.strip().splitlines() or [""])[-1]
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", summary)}
+    done = subprocess.run(command, cwd=CLONE, env=environment, capture_output=True, text=True, timeout=240)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     yield row("tests that passed", counts.get("passed", 0), None)
     failed = counts.get("failed", 0) + counts.get("error", 0)
     yield row("tests that failed", failed or int(done.returncode != 0 or not counts), 0)
-
-
-def said_last(bench: Bench) -> str:
-    """Return the last line of the suite's output."""
-    return (bench.attachments["suite.txt"].strip().splitlines() or [""])[-1]
+    for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M):
+        yield row(name, 1, 0)
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -407,58 +225,29 @@ def measure_times(bench: Bench) -> Iterator[dict]:
     """
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
     patch = encoder.config.patch_size
-    inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
-    t, side, _ = bench.clip
-    inputs |= {f"video of {2 * t} frames, {side * patch} px": [bench.clip]}
+    grids = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
     rate = _matmul_rate(bench, encoder)
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
-    for name, grids in inputs.items():
-        pixels, metadata = _pixels(encoder, grids), encoder.plan(grids)
-        limits: dict[str, Any] = {
-            "budgets": [len(pixels) // encoder.config.block_size],
-            "max_items": 1,
-            "max_frames": grids[0][0],
-        }
-        manager = EncoderGraphManager(encoder, **limits, progress=False)
-        manager.execute(pixels, grids)
+    for name, grid in grids.items():
+        pixels, metadata = _pixels(encoder, grid), encoder.plan(grid)
+        budgets = [len(pixels) // encoder.config.block_size]
+        manager = EncoderGraphManager(encoder, budgets=budgets, max_items=1, max_frames=1, progress=False)
+        manager.capture()
         [captured] = manager.captured.values()
         ways: dict[str, Callable] = {
-            "eager": partial(encoder, pixels, grids),
+            "eager": partial(encoder, pixels, grid),
             "planned": partial(encoder, pixels, metadata=metadata),
             "graph alone": captured.graph.replay,
-            "graph with packing": partial(manager.execute, pixels, grids),
+            "graph with packing": partial(manager.execute, pixels, grid),
         }
-        yield row(f"{name}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
+        yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
         for way, call in ways.items():
             yield row(f"{name}: {way}", _milliseconds(bench, call), None, "ms")
-        del captured, ways
-        manager.clear()
     if encoder.backend() == "varlen":
         encoder.compile_blocks()
-        for name, grids in inputs.items():
-            run = partial(encoder, _pixels(encoder, grids), metadata=encoder.plan(grids))
+        for name, grid in grids.items():
+            run = partial(encoder, _pixels(encoder, grid), metadata=encoder.plan(grid))
             yield row(f"{name}: compiled", _milliseconds(bench, run), None, "ms")
-
-
-@torch.inference_mode()
-def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Measure the time of one token after a prompt, in milliseconds.
-
-    The floor is the time to read the weights once, at the rate of a large copy.
-    """
-    config = families.read_config(bench.text)
-    text, model_class = families.text_config_of(config), families.find_family(config).text_model
-    model: Any = random_language_model(text, dtype=bench.half, device=bench.device, model_class=model_class)
-    weights = sum(x.nbytes for x in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    source = torch.ones(min(weights, 2**29), dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    rate = 2 * source.nbytes / _milliseconds(bench, lambda: target.copy_(source))
-    ids = torch.ones(1, bench.prompt, dtype=torch.int64, device=bench.device)
-    cached = model(ids, use_cache=True).past_key_values
-    step = _milliseconds(bench, lambda: model(ids[:, :1], use_cache=True, past_key_values=cached))
-    layers = model.config.num_hidden_layers
-    yield row(f"{layers} layers, {weights / 2**20:.0f} MiB of weights: floor", weights / rate, None, "ms")
-    yield row(f"{layers} layers, after {bench.prompt} tokens: a token", step, None, "ms")
 
 
 def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
@@ -507,15 +296,6 @@ def _random_tower(config: Qwen2_5_VisionConfig) -> Any:
     encoder = Qwen2_5_VisionTransformer(config).eval().requires_grad_(False)
     _draw_weights(encoder)
     return encoder
-
-
-def _manager_and_pictures(bench: Bench, encoder: Any):
-    """Return a manager with one budget, and the rows and grids of two images, "A" and "B", that fit it."""
-    sides = bench.sides[:2]
-    budgets = [max(sides) ** 2 // encoder.config.block_size]
-    manager = EncoderGraphManager(encoder, budgets=budgets, max_items=4, max_frames=4, progress=False)
-    grids = {name: [(1, side, side)] for name, side in zip("AB", sides, strict=True)}
-    return manager, {name: (_pixels(encoder, grid), grid) for name, grid in grids.items()}
 
 
 def _pixels(encoder: Any, grids: list) -> Tensor:
@@ -579,10 +359,8 @@ def cpu_results() -> dict[str, Tensor]:
     return results
 
 
-QUICK = {"attention": check_attention, "pixels": check_pixels, "towers": check_towers, "answers": check_answers,
-         "graphs": check_graphs, "streams": check_streams, "times": measure_times}  # fmt: skip
-ALL = QUICK | {"data parallel": check_data_parallel, "decode": measure_decode,
-               "compiled": partial(check_towers, compiled=True), "suite": run_suite}  # fmt: skip
+QUICK = {"towers": check_towers, "answers": check_answers, "times": measure_times}
+ALL = QUICK | {"compiled": partial(check_towers, compiled=True), "suite": run_suite}
 
 if __name__ == "__main__":
     EXPECTED.parent.mkdir(exist_ok=True)

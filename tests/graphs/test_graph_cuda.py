@@ -5,13 +5,13 @@ take other kernels, so each element differs by some roundings: the error is boun
 rounds by 2^-9, and some twenty roundings of two blocks add up like their root; float32 runs the masked attention.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from closeness import assert_agree, gain, roundings
-from graph_families import distance, position_fields, without
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -149,16 +149,6 @@ def test_any_batch_equals_the_eager_encoder(encoder, manager, grids, seed):
     assert sorted(i for batch in manager.last_batches for i in batch.indices) == list(range(len(grids)))
 
 
-def test_every_position_counts(encoder):
-    """As in `test_graph_families.py`, for this tower: without positions its output moves by a tenth."""
-    grids = [(1, 4, 6)]
-    patches, plan = patches_of(grids, encoder), encoder.plan(grids)
-    [field] = position_fields(plan)
-    with torch.inference_mode():
-        moved = encoder(patches, metadata=without(plan, field))
-    assert distance([moved.cpu()], [x.cpu() for x in eager(encoder, patches, grids)]) > 0.1
-
-
 def test_a_b_a(encoder, manager):
     """Equal inputs give equal bits, whatever the graph computed between."""
     a, b = [(1, 12, 16)], [(2, 6, 10), (1, 4, 4)]
@@ -190,6 +180,24 @@ def test_limits_send_items_to_the_eager_encoder(encoder):
         assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
         assert manager.stats().misses == misses
     manager.clear()
+
+
+def test_two_threads_with_streams_of_their_own_share_the_graphs(encoder, manager):
+    """Oracle: one thread, bit for bit."""
+    grids = {"a": [(1, 8, 8)], "b": [(1, 12, 12)]}
+    patches = {name: patches_of(grid, encoder) for name, grid in grids.items()}
+    wanted = {name: manager.execute(patches[name], grids[name])[0] for name in grids}
+    torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def work(name):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return [manager.execute(patches[name], grids[name])[0] for _ in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = dict(zip(grids, pool.map(work, grids), strict=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, wanted[name]) for name in grids for output in outputs[name])
 
 
 def test_pixels_from_the_host(encoder, manager):
