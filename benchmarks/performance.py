@@ -60,7 +60,6 @@ from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.positions.rotary import rotary_matrices
-from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.study.arithmetic import encoder_operations, prefill_operations
 
@@ -120,16 +119,14 @@ def _tensors(values) -> list[Tensor]:
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
     """Count operations, and kernels and bytes by kind, of one forward on a square image; nothing is computed.
 
-    on_gpu: count the tower as `refvl.load` builds it on a GPU, where RMSNorm is one kernel, the rotary embedding two,
-        and gate and up are one matmul. Otherwise RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim`
+    on_gpu: count the tower as `refvl.load` builds it on a GPU, where RMSNorm is one kernel, and the rotary embedding
+        two. Otherwise RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim`
         compares the number.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):
         tower = Qwen2_5_VisionTransformer(config, attention="sdpa").to(dtype)
         x = torch.empty(grid[0][1] * grid[0][2], config.patch_values, dtype=dtype)
-    if on_gpu:
-        join_gate_up(tower)
     plan = tower.plan(grid)
     counter = Traffic()
 

@@ -41,8 +41,7 @@ from data.training.tiny_family import family_names, find_family
 from refvl.merge import merge_embeddings
 from refvl.paths import DATA
 from refvl.positions import compute_mrope_for_media
-from refvl.serving.export import encode_folder
-from refvl.serving.handover import vllm_inputs
+from refvl.serving.export import encode_folder, vllm_inputs
 from refvl.study.releases import text_uncounted_positions
 from refvl.study.report import Trace
 

@@ -29,7 +29,7 @@ PUBLIC = {
     "refvl.parallel": "items shared by several processes",
     "refvl.boxes": "boxes and points in answers",
     "refvl.serving.adapters": "LoRA adapters",
-    "refvl.serving.handover": "embeddings for another engine",
+    "refvl.serving.export": "embeddings for another engine",
     "refvl.viz": "figures and explorers",
 }
 HOME = {  # the file of a definition: its test, its notebook

@@ -24,7 +24,7 @@ _ROOMS = {
         "attention", "checkpoints", "encoders", "families", "graphs", "language", "merge",
         "pipeline", "pixels", "positions", "processors", "serving", "study", "tools", "viz",
     )},
-    **{name: f"refvl.serving.{name}" for name in ("adapters", "handover", "parallel")},
+    **{name: f"refvl.serving.{name}" for name in ("adapters", "export", "parallel")},
     **{name: f"refvl.study.{name}" for name in ("boxes", "comparison", "watch")},
 }  # fmt: skip
 

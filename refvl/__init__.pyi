@@ -16,7 +16,7 @@ from refvl import viz as viz
 from refvl.loading import load as load
 from refvl.model import VLM as VLM
 from refvl.serving import adapters as adapters
-from refvl.serving import handover as handover
+from refvl.serving import export as export
 from refvl.serving import parallel as parallel
 from refvl.study import boxes as boxes
 from refvl.study import comparison as comparison

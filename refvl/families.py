@@ -19,8 +19,6 @@ from refvl.checkpoints import check_sizes
 from refvl.checks import blame, read_json
 
 CAPABILITIES = {  # optional capability of a family -> the argument that requests it
-    "drafts": "prompt_lookup_num_tokens",
-    "assistant": "assistant_model",
     "chunks": "prefill_chunk",
     "chunked_beams": "num_beams",  # beam search together with prefill_chunk
     "static_cache": "cache_implementation",

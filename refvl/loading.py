@@ -19,7 +19,6 @@ from refvl.checks import WORDED, blame, check_flag, check_names, check_positive_
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
 from refvl.serving.linear import choose_linear, use_onednn
-from refvl.serving.provenance import sources
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
@@ -121,17 +120,12 @@ def load(
 
     _check_adapters(adapters, folder if stored else None)
     device = _resolve_device(device)
-    provenance = sources(folder, weights=stored, pattern="" if text else family.vision_prefix)
     place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, config, device), "device": device}
     kernel = choose_linear(linear, device, place["dtype"])
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs, text)
     if kernel == "onednn":
         for model in filter(None, models):
             use_onednn(model)
-    if device.type == "cuda":
-        from refvl.serving.joined import join_gate_up
-
-        join_gate_up(models[0])
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(processor_folder, config)
     vlm = VLM(config, processor, *models)
@@ -141,7 +135,6 @@ def load(
         vlm = CachedVLM(config, processor, *models, cache)
     if text:
         _add_stop_tokens(vlm)
-    vlm.provenance = provenance
     if adapters:
         _attach_adapters(vlm, adapters)
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 class VLM(Pipeline):
     """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`."""
 
-    provenance: Sequence = ()  # the `Source`s, i.e. the files that determine the model; empty for a config alone
     media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
     adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into these parts
 
@@ -55,29 +54,20 @@ class VLM(Pipeline):
         `stop_strings`, `streamer`, ...).
         Errors: see `trace`.
         """
+        num_beams = self.check_options("chat", generate_kwargs, max_new_tokens)
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
-        beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
-        if generate_kwargs or stream or prefill_chunk is not None or beams > 1:
-            return self._chat_with_options(request, max_new_tokens, prefill_chunk, stream, generate_kwargs)
-        trace = self.read(request)
-        self.answer(trace, max_new_tokens)
-        return trace.text
-
-    def _chat_with_options(
-        self, request: Request, max_new_tokens: int, prefill_chunk: int | None, stream: bool, options: dict
-    ) -> str | Iterator[str]:
-        from refvl.serving.drafts import read_ahead
-        from refvl.serving.streaming import stream_answer
-
-        wanted = self.check_options("chat", options, max_new_tokens, stream)
-        if prefill_chunk is None and wanted.draft is None:
+        if prefill_chunk is None:
             trace = self.read(request)
         else:
-            trace, options = read_ahead(self, request, prefill_chunk, options)
+            from refvl.serving.long_prompts import read_in_chunks
+
+            trace, generate_kwargs = read_in_chunks(self, prefill_chunk, request, generate_kwargs)
         if stream:
-            return stream_answer(self, trace, max_new_tokens, options)
-        answer = self.answer if wanted.num_beams == 1 else self.answer_with_beams
-        answer(trace, max_new_tokens, **options)
+            from refvl.serving.streaming import stream_answer
+
+            return stream_answer(self, trace, max_new_tokens, generate_kwargs)
+        answer = self.answer if num_beams == 1 else self.answer_with_beams
+        answer(trace, max_new_tokens, **generate_kwargs)
         return trace.text
 
     def trace(
@@ -146,14 +136,14 @@ class VLM(Pipeline):
 
         return features.feature_map(self, medium, blocks=blocks)
 
-    def check_options(self, method: str, options: dict, max_new_tokens: int, stream: bool = False) -> Any:
-        """Raise ValueError for options that do not exist or whose results `method` cannot return.
+    def check_options(self, method: str, options: dict, max_new_tokens: int) -> int:
+        """Return the number of beams; raise ValueError for options that `method` does not support.
 
-        This happens before anything is encoded.
+        This happens before anything is encoded (`refvl.serving.options`).
         """
-        from refvl.serving.options import check_unusual
+        from refvl.serving.options import check_options
 
-        return check_unusual(self, method, options, max_new_tokens, stream)
+        return check_options(self, method, options, max_new_tokens)
 
     def answer_with_beams(self, trace: Record, max_new_tokens: int, **options) -> None:
         """Answer like `answer`, but time it as one stage, because transformers does not call a streamer for beams."""

@@ -130,7 +130,6 @@ class Pipeline:
         start, first = timer.times[:2]
         trace.seconds["prefill"] = trace.seconds.get("prefill", 0.0) + first - start
         trace.seconds["decode tokens"] = timer.times[-1] - first
-        trace.passes = timer.tokens[1:]
         [trace.token_ids] = output.sequences.tolist()
         trace.text = self.processor.text(trace.token_ids)
         return output

@@ -39,10 +39,8 @@ class Record:
     deepstack: Tensor = LATER  # (L, W - D), zeros for text: k layers' features, added to hidden states
     positions: Tensor = LATER  # (3, L)
     delta: int = 0  # the position of decode step k is L + k + delta
-    cache: Any = None  # keys and values of the prompt except its last token, kept until `generate` continues from them
     chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
     token_ids: list[int] = field(default_factory=list)  # the generated ids
-    passes: list[int] = field(default_factory=list)  # the tokens of each forward: 1, plus the accepted drafts
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # seconds per stage, in order
 

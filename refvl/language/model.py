@@ -6,12 +6,12 @@ and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -31,7 +31,6 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # the cache for prompts that are read before `generate`
 
     def __init__(self, config):
         super().__init__(config)
@@ -143,11 +142,9 @@ class TokenTimer(BaseStreamer):
         self.device = device
         self.listener = listener
         self.times: list[float] = []
-        self.tokens: list[int] = []  # new tokens per call; several if drafts were accepted
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
-        self.tokens.append(value.numel())
         if self.listener:
             self.listener.put(value)
 

@@ -26,6 +26,7 @@ from refvl.checks import check_positive, check_positive_int, check_positive_ints
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
+VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 _OPENING: Any = {  # titles may be in any encoding; without a protocol, a playlist cannot open other files
@@ -50,6 +51,13 @@ class Video:
     def timestamps(self) -> list[float]:
         """The time of each sampled frame, in seconds from the start."""
         return [i / self.source_fps for i in self.indices] if self.seconds is None else list(self.seconds)
+
+
+def is_video(item: object) -> bool:
+    """Return whether a media item is a video: by a path's suffix, as a list of frames, or as an array of frames."""
+    if isinstance(item, (str, Path)):
+        return Path(item).suffix.lower() in VIDEO_SUFFIXES
+    return isinstance(item, (Video, list, tuple)) or getattr(item, "ndim", 3) == 4
 
 
 def sample_frame_indices(

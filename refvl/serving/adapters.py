@@ -21,28 +21,20 @@ transformers. Convolutions (patch embedding, GLM's downsampling) and position ta
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from refvl.checkpoints import download
-from refvl.checks import FLOATS, blame, check_number, printable, read_json
-from refvl.serving.provenance import Source, source
+from refvl.checks import blame
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-OF_LORA = re.compile(r"\.(lora_(?:A|B|magnitude_vector))(?:\.weight)?$")
-VARIANTS = {  # with any of these config fields set, PEFT's layers compute more than LoRA or DoRA
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
-    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
-}  # fmt: skip
+PREFIX = "base_model.model."  # of all names in PEFT's files
 PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 
 
@@ -112,8 +104,8 @@ def layers(model, *parts: str) -> list[str]:
 
     The output head is omitted, as in PEFT's "all-linear". Raises ValueError for unknown parts.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"parts: expected only names from {list(PARTS)}, got {unknown[0]!r}")
+    if unknown := set(parts) - set(PARTS):
+        raise ValueError(f"parts: expected only names from {list(PARTS)}, got {unknown.pop()!r}")
     part_of = layer_names(model.family).part
     return [name for name in _adaptable(model) if part_of(name) in (parts or PARTS) and not name.endswith("lm_head")]
 
@@ -132,28 +124,24 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
     ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
-    LoRA adapter. The same errors are raised for layers that are missing or cannot be adapted, and for weights that do
-    not fit. No part of an adapter is ignored, and after an error the model is unchanged.
+    LoRA adapter, for layers that the model lacks, and for weights that do not fit. After an error in PEFT, load the
+    model again.
     """
     try:
         import peft
     except ImportError as error:
         raise ImportError("adapters: PEFT is missing; install it with pip install 'refvl[adapters]'") from error
     model.family.require("adapters")
-    if not name or "." in name:
-        raise ValueError(f"name: expected a name without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: expected a new name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
-    weights, files = None, list[Source]()
+    weights = None
     if isinstance(adapter, (str, Path)):
         folder = _find(adapter, hub)
-        files = [source("adapter", folder / file) for file in (CONFIG, WEIGHTS)]
-        adapter, weights = _read(model, folder, peft.LoraConfig)
-    elif not isinstance(adapter, peft.LoraConfig):
+        with blame(f"adapter: {folder}"):
+            adapter, weights = _read(model, peft.PeftConfig.from_pretrained(folder), load_file(folder / WEIGHTS))
+    if not isinstance(adapter, peft.LoraConfig):
         raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
-    else:
-        _check_plain(vars(adapter), "adapter")
-    with _as_before_on_error(model), blame("adapter"):
+    with blame("adapter"):
         if model.adapters is None:
             model.adapters = peft.PeftModel(_by_name(model), adapter, name)
         else:
@@ -161,32 +149,39 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
             model.adapters.set_adapter(name, inference_mode=adapter.inference_mode)
         if weights is not None:
             filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
-            if filled.unexpected_keys:
-                raise ValueError(f"adapter: the model has no layers for these weights: {_some(filled.unexpected_keys)}")
-        model.provenance = [*model.provenance, *files]
-        return model.adapters.eval()
+            empty = [key for key in filled.missing_keys if ".lora_" in key and f".{name}." in key]
+            if filled.unexpected_keys or empty:
+                raise ValueError(f"weights without a layer: {filled.unexpected_keys}; missing weights: {empty}")
+    return model.adapters.eval()
 
 
-@contextmanager
-def _as_before_on_error(model) -> Iterator[None]:
-    """Restore the model after any error inside the block: modules, their settings, and the memory of their weights."""
-    attached = model.adapters
-    parts = [part for part in (model.encoder, model.language_model, attached) if part is not None]
-    modules = {module for part in parts for module in part.modules()}
-    settings = [settings for module in modules for settings in (module.__dict__, *module.__dict__.values())]
-    before = [(own, own.copy()) for own in settings if isinstance(own, (dict, list))]
-    weights = {weight: (weight.data, weight.requires_grad) for part in parts for weight in part.parameters()}
-    try:
-        yield
-    except BaseException:
-        for own, values in before:
-            own.clear()
-            own.update(values) if isinstance(own, dict) else own.extend(values)
-        for weight, (data, requires_grad) in weights.items():
-            weight.data = data
-            weight.requires_grad = requires_grad
-        model.adapters = attached
-        raise
+def _find(adapter: str | Path, hub: dict) -> Path:
+    """Return the folder of a saved adapter."""
+    folder = Path(adapter).expanduser()
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
+        folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"adapter: {folder} contains no {file}")
+    return folder
+
+
+def _read(model, config: Any, stored: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return PEFT's config and the weights of a saved adapter under this model's names.
+
+    The weights determine the layers and their ranks, because a config may contain older names, or suffixes that also
+    match layers of the tower.
+    """
+    names = layer_names(model.family)
+    weights = {names.rename(key.removeprefix(PREFIX)): tensor for key, tensor in stored.items()}
+    ranks = {key.partition(".lora_A")[0]: len(tensor) for key, tensor in weights.items() if ".lora_A" in key}
+    if unknown := sorted({key.partition(".lora_")[0] for key in weights if ".lora_" in key} - _adaptable(model).keys()):
+        raise ValueError(f"this model has no such linear layers: {', '.join(unknown[:3])} (of {len(unknown)})")
+    config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
+    config.rank_pattern = ranks
+    config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in (config.alpha_pattern or {}).items()}
+    config.inference_mode = True
+    return config, {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
 
 
 # ------------------------------------------------------------------------------------------- names and modules
@@ -233,103 +228,3 @@ def _adaptable(model) -> dict[str, nn.Module]:
         if isinstance(module, nn.Linear) and not PEFTS_OWN.search(name) and id(module.weight) not in kernels:
             found[name.removesuffix(".base_layer")] = module
     return found
-
-
-# ------------------------------------------------------------------------------------------------------- files
-
-
-def _find(adapter: str | Path, hub: dict) -> Path:
-    """Return the folder of a saved adapter."""
-    folder = Path(adapter).expanduser()
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
-        folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"adapter: {folder} contains no {file}")
-    return folder
-
-
-def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return PEFT's config and the weights of a saved adapter under this model's names, checked before PEFT runs."""
-    values = read_json(folder / CONFIG)
-    if (kind := values.get("peft_type")) != "LORA":
-        raise ValueError(f"adapter: {folder} has peft_type {kind!r}; expected 'LORA'")
-    _check_plain(values, f"adapter: {folder / CONFIG}")
-    names = layer_names(model.family)
-    with blame(f"adapter: {folder / WEIGHTS}"):
-        stored = load_file(folder / WEIGHTS)
-    weights = {names.rename(key.removeprefix("base_model.model.")): tensor for key, tensor in stored.items()}
-    with blame(f"adapter: {folder / CONFIG}"):
-        config = config_class.from_pretrained(folder)
-        check_number(config.lora_alpha, "lora_alpha")
-        saved, alphas = tuple(config.modules_to_save or ()), dict(config.alpha_pattern or {})
-        if config.bias not in ("none", "all", "lora_only"):
-            raise ValueError(f"bias: expected none, all or lora_only, got {config.bias!r}")
-    layers = _adaptable(model)
-    weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
-    if others := [f"{key} ({tensor.dtype})" for key, tensor in weights.items() if tensor.dtype not in FLOATS]:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: expected floating-point weights, got {_some(others)}")
-    if nonfinite := [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got nan or inf in {_some(nonfinite)}")
-    of_layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in weights.items():
-        layer, *which = OF_LORA.split(key)
-        if which:
-            of_layers.setdefault(layer, {})[which[0]] = tensor
-        elif not any(layer.rpartition(".")[0].endswith(module) for module in saved):
-            of_layers.setdefault(layer, {})
-    ranks = _check_weights(folder, of_layers, layers)
-    bare = [layer for layer, found in of_layers.items() if "lora_magnitude_vector" not in found]
-    if config.use_dora and bare:
-        raise ValueError(
-            f"adapter: {folder}: use_dora: expected a magnitude vector for each layer, got none for {_some(bare)}"
-        )
-    config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
-    config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
-    config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in alphas.items()}
-    config.inference_mode = True
-    return config, {f"base_model.model.{key}": tensor for key, tensor in weights.items()}
-
-
-def _check_plain(values: dict, name: str) -> None:
-    """Raise ValueError if a PEFT config requires one of `VARIANTS`."""
-    for field in sorted(VARIANTS):
-        value = values.get(field)
-        if value is not None and value is not False:
-            raise ValueError(
-                f"{name}: {field}: expected None or False, got {printable(repr(value))}; "
-                "only LoRA and DoRA are supported"
-            )
-
-
-def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
-    """Return whether `tensor` is a copy of the model's own weight, which PEFT saves for an adapted output head."""
-    layer, _, rest = key.rpartition(".base_layer.weight")
-    own = getattr(layers.get(layer), "weight", None)
-    if own is None or rest or own.shape != tensor.shape:
-        return False
-    own, tensor = own.detach().cpu(), tensor.cpu()
-    return torch.equal(own.to(tensor.dtype), tensor) or torch.equal(own, tensor.to(own.dtype))
-
-
-def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Return the rank of each layer by name; raise ValueError for unknown layers or matrices that do not fit."""
-    if not found:
-        raise ValueError(f"adapter: {folder / WEIGHTS} contains no weights")
-    if unknown := found.keys() - layers.keys():
-        raise ValueError(f"adapter: {folder / WEIGHTS}: this model has no such linear layers: {_some(unknown)}")
-    misfits, ranks = list[str](), dict[str, int]()
-    for name, tensors in found.items():
-        a, b, layer = tensors.get("lora_A"), tensors.get("lora_B"), layers[name]
-        shapes = [None if matrix is None else tuple(matrix.shape) for matrix in (a, b)]
-        ranks[name] = rank = 0 if a is None else len(a)
-        if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
-            misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, but its matrices are {shapes}")
-    if misfits:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: these matrices do not fit: {_some(misfits)}")
-    return ranks
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

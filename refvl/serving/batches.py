@@ -8,8 +8,7 @@ from tqdm.auto import tqdm
 
 from refvl.checks import check_flag, check_positive_int
 from refvl.pipeline import Request
-from refvl.serving.drafts import with_cache
-from refvl.serving.options import check_pruning, draft_option, option
+from refvl.serving.options import count_option
 from refvl.trace import Record
 
 BATCH_TOKENS = 2**14  # the maximum number of tokens in a batch, including padding and answers
@@ -40,7 +39,7 @@ def chat_batch(
 
     Padding and batching change an answer only if the logits of the best two tokens differ by less than the rounding
     error. A batch takes as long as its longest answer, and the next batch begins only when it is done. For many users
-    or a steady load, use a serving engine, which adds and removes requests at every token (`refvl.serving.handover`
+    or a steady load, use a serving engine, which adds and removes requests at every token (`refvl.serving.export`
     passes it the embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
@@ -68,15 +67,15 @@ def answer_each(
     default arguments for requests that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
-    check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
+    Request("", pruning_rate=common["pruning_rate"], pruning=common.get("pruning", "evs"))  # it checks both
     waiting, limits = list[Record | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # beam search may depend on the limit
-    alone = draft_option(model.language_model, generate_kwargs) is not None
+    beams = count_option(model.language_model, generate_kwargs, "num_beams")
     for request in requests:
         made, limit = _prepare(model, request, common)
         longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Record)], default=0)
         together = (len(waiting) + 1) * (longest + max([limit, *limits]))
-        if waiting and (alone or together > batch_tokens or (same_limit and {limit} != set(limits))):
+        # beam search may depend on the limit
+        if waiting and (together > batch_tokens or (beams > 1 and {limit} != set(limits))):
             yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
             waiting, limits = [], []
         waiting.append(made)
@@ -110,8 +109,7 @@ def _answers_or_errors(
     try:
         if traces:
             most = max(limits[i] for i in traces)
-            options = with_cache(model.language_model, list(traces.values()), generate_kwargs)
-            ids = model.decode(list(traces.values()), most, **options).sequences.tolist()
+            ids = model.decode(list(traces.values()), most, **generate_kwargs).sequences.tolist()
             answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
     except Exception as error:
         clear_frames(error.__traceback__)  # the traceback's frames keep references to the batch's tensors
@@ -134,8 +132,7 @@ def answers(model: Any, traces: Sequence[Record], *, max_new_tokens: int = 128, 
     model.check_options("answers", generate_kwargs, max_new_tokens)
     if not traces:
         return []
-    options = with_cache(model.language_model, traces, generate_kwargs)
-    ids = model.decode(list(traces), max_new_tokens, **options).sequences
+    ids = model.decode(list(traces), max_new_tokens, **generate_kwargs).sequences
     return [model.processor.text(answer) for answer in ids.tolist()]
 
 

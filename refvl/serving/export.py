@@ -1,254 +1,246 @@
-"""Encode a folder of images and videos to files of embeddings, for an engine that accepts them (`refvl encode`).
+"""Encode images and videos to safetensors, one file per item, for an engine that accepts embeddings (`refvl encode`).
 
-    folder -> media that are not encoded yet -> assigned by size to the ranks that torchrun started, if any
-    rank   -> batches of media -> shards of its own, each renamed once it is written in full
-    rank 0 -> manifest.json: image or video -> shard, layout, tokens, pixels, state of the file, digest of the inputs
+    cats/1.jpg -> out/cats/1.jpg.safetensors     embeds (tokens, width)
+                  its header                     layout and size of the item, state of its source, settings of the model
 
-The headers of the shards alone record which media are finished (`shards.py`); they are compared with the current files
-(`images.py`). The same command continues a run that was killed, with any number of ranks; each rank loses at most one
-unfinished shard.
+A file gets its name once it is completely written, so the same command continues a run that was stopped. Items whose
+source and settings are unchanged are skipped. Under torchrun, rank r of n encodes every n-th item from the r-th on.
+
+`vllm_inputs` returns these embeddings in the form that vLLM accepts, so vLLM needs no vision tower:
+
+    llm = LLM(checkpoint, enable_mm_embeds=True, limit_mm_per_prompt={"image": 0, "video": 0})
+    llm.generate({"prompt": prompt, "multi_modal_data": vllm_inputs("outputs/embeddings", ["coffee.jpg"])})
+
+The prompt is the chat template's text, with one placeholder per item. vLLM 0.32 accepts embeddings of Qwen2.5-VL and of
+MiniCPM-V (images only, from 2.6 on). Field names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`,
+`Qwen2_5_VLVideoEmbeddingInputs` and `MiniCPMVImageEmbeddingInputs`.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from operator import attrgetter, itemgetter
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import check_positive_int
 from refvl.graphs.manager import adapter_switches
-from refvl.model import VLM
-from refvl.pixels.media import Video, load_image
-from refvl.serving.handover import MANIFEST
-from refvl.serving.handover import read_embeddings as read_embeddings  # also public in this module
-from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
-from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
-from refvl.serving.provenance import digest_of_files, digest_of_inputs
-from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole
+from refvl.pixels.media import VIDEO_SUFFIXES, Video, is_video, load_image
+from refvl.serving.parallel import torchrun_ranks
 
+IMAGE_SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 BATCH_PATCHES = 2**14  # at most this many patches are decoded and encoded together
-T = TypeVar("T")
+ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
 
 
-def encode_folder(
-    vlm: VLM,
-    folder: str | Path,
-    out: str | Path,
-    *,
-    shard_size: int = 64,
-    force: bool = False,
-    progress: bool = True,
-) -> dict:
-    """Encode every image and video in `folder` that `out` does not yet contain; return the manifest, on every rank.
+class Item(NamedTuple):
+    """A decoded image or video, and its header."""
 
-    folder: a folder, a .tar file, or a text file that lists paths (see `find_media`); videos are included if the model
-    accepts them. shard_size: media per shard. force: rename existing files that refvl did not write, if it needs their
-    names. Processes that torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is
-    skipped and listed under "unreadable" with the reason. Raises ValueError if `out` contains embeddings from a
-    different model or dtype, or a shard that cannot be read. The same error is raised if the folder contains no image,
-    or if images appeared or changed during the run. Raises BlockingIOError while another process writes to `out`,
-    FileExistsError for files that refvl did not write (see `held_folder`), and OSError if `out` cannot be written.
+    medium: Image.Image | Video
+    header: dict[str, Any]
+
+
+def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, progress: bool = True) -> dict[str, Any]:
+    """Encode all images and videos that `out` lacks; return {"encoded": names, "skipped": names, "failed": reasons}.
+
+    media: a folder, or a list of files and folders (see `find_media`). An item that cannot be read or encoded is listed
+    under "failed" with the reason. Raises ValueError, before anything is encoded, if there are no media, or if `out`
+    contains files that were written with a different model or by a different program.
     """
-    check_positive_int(shard_size, "shard_size")
-    folder, out, model = Path(folder), Path(out), describe_model(vlm)
-    with torchrun_ranks() as (rank, world_size), ExitStack() as until_the_end:
-
-        def deal() -> list[list[MediaFile]]:
-            found = find_media(folder, videos=vlm.processor.video_config is not None)
-            until_the_end.enter_context(held_folder(out, force=force))
-            finished = _finished(out, model, found)
-            todo = [_measured(vlm, image) for image in found if image.name not in finished]
-            order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
-            dealt = torch.tensor(order, dtype=torch.int64).split(counts)
-            return [[todo[i] for i in own.tolist()] for own in dealt]
-
-        own = _from_rank_0(deal, rank, world_size)[rank]
-        waiting, unreadable = deque(own), dict[str, str]()
-        encoded: Encoded = {}
-        with tqdm(total=len(own), desc=f"encode, rank {rank}", unit="image", disable=not progress) as bar:
-            while waiting:
-                batch = _next_batch(waiting, shard_size - len(encoded))
-                encoded |= _encode_batch(vlm, batch, unreadable)
-                if len(encoded) == shard_size or (encoded and not waiting):
-                    write_shard(out, model, rank, encoded)
-                    encoded = {}
+    found, settings = find_media(media, videos=vlm.processor.video_config is not None), describe_model(vlm)
+    with torchrun_ranks() as (rank, world_size):
+        own = dict(list(found.items())[rank::world_size])
+        skipped = [name for name, path in own.items() if is_done(target_of(out, name), path, settings)]
+        todo = {name: path for name, path in own.items() if name not in skipped}
+        encoded, failed = list[str](), dict[str, str]()
+        with tqdm(total=len(todo), desc=f"encode, rank {rank}", unit="item", disable=not progress) as bar:
+            for batch in _batches(vlm, todo, failed):
+                for name, embeds in _encode(vlm, batch, failed).items():
+                    write_whole(target_of(out, name), embeds, batch[name].header | {"settings": settings})
+                    encoded.append(name)
                 bar.update(len(batch))
-        return _finish(vlm, folder, out, model, unreadable, rank, world_size)
+        result: dict[str, Any] = {"encoded": encoded, "skipped": skipped, "failed": failed}
+        results = [result] * world_size
+        if world_size > 1:
+            dist.all_gather_object(results, result)
+    lists = {kind: sorted(name for result in results for name in result[kind]) for kind in ("encoded", "skipped")}
+    return lists | {"failed": {name: why for result in results for name, why in result["failed"].items()}}
 
 
-def describe_model(vlm: VLM) -> dict:
-    """Describe the model by its family, its dtype, and a digest of configs, adapters and weights.
+def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]:
+    """Return {name: path} of the media in a folder, or in a list of files and folders, sorted by path.
 
-    A run continues only if the description is the same. The text model's files do not affect embeddings, so they may
-    change. The digest covers every byte of the encoder; it takes about a second per GB if the CPU has instructions for
-    SHA-256.
+    Folders are searched recursively for images and, with `videos`, videos. A name is the path in its folder. Raises
+    ValueError if nothing is found, or if two media have the same name.
     """
-    encoder: Any = vlm.encoder
-    settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}"
-    digest = hashlib.sha256("".join([settings, *adapter_switches(encoder)]).encode())
-    tensors = [*encoder.named_parameters(), *encoder.named_buffers()]
-    for name, tensor in sorted(tensors, key=itemgetter(0)):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    dtype = str(encoder.dtype).removeprefix("torch.")
-    return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()}
+    suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
+    found = dict[str, Path]()
+    for source in map(Path, [media] if isinstance(media, (str, Path)) else media):
+        paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+        for path in paths:
+            name = path.relative_to(source).as_posix() if source.is_dir() else path.name
+            if path != source and path.suffix.lower() not in suffixes:
+                continue
+            if name in found:
+                raise ValueError(f"media: {found[name]} and {path} have the same name; encode them separately")
+            found[name] = path
+    if not found:
+        raise ValueError(f"media: {media} contains no image or video")
+    return found
 
 
-# --- assignment to ranks ----------------------------------------------------------------------------------------------
+def describe_model(vlm: Any) -> str:
+    """Describe everything that determines an item's embeddings: family, dtype, configs, the encoder's weights."""
+    encoder = vlm.encoder
+    digest = hashlib.sha256(f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}".encode())
+    digest.update("".join(adapter_switches(encoder)).encode())
+    for name, tensor in sorted(encoder.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return f"{vlm.family.name}, {encoder.dtype}, {digest.hexdigest()[:16]}"
 
 
-def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
-    """Return rank 0's result of `work` on every rank, or raise its error, so no rank waits for a rank that stopped."""
-    told: list = [None]
-    if rank == 0:
+def target_of(out: str | Path, name: str) -> Path:
+    """Return the file for an item's embeddings."""
+    return Path(out) / f"{name}.safetensors"
+
+
+def is_done(target: Path, source: Path, settings: str) -> bool:
+    """Return whether an item's file exists and its source is unchanged.
+
+    Raises ValueError if a different program wrote the file, or if refvl wrote it with other settings.
+    """
+    if not target.exists():
+        return False
+    header = read_header(target)
+    if header["settings"] != settings:
+        raise ValueError(f"out: {target} was written with a different model or dtype: {header['settings']}")
+    return source.exists() and header["source"] == stamp_of(source)
+
+
+def stamp_of(source: Path) -> list[int]:
+    """Return the size of a file in bytes and the time of its contents in nanoseconds."""
+    found = source.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def write_whole(target: Path, embeds: Tensor, header: dict) -> None:
+    """Write an item's file, which gets its name only once it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.write_bytes(save({"embeds": embeds.cpu().contiguous()}, {"refvl": json.dumps(header, default=_plain)}))
+    os.replace(partial, target)
+
+
+def read_header(target: Path) -> dict:
+    """Return an item's header: kind, size, layout, source, settings, and seconds per grid step for a video.
+
+    Raises ValueError if `write_whole` did not write the file, and FileNotFoundError if there is none.
+    """
+    try:
+        with safe_open(target, framework="pt") as stored:
+            return json.loads(stored.metadata()["refvl"])
+    except (SafetensorError, TypeError, KeyError) as error:
+        raise ValueError(f"out: {target} was not written by `refvl encode`; move it elsewhere") from error
+
+
+def read_embeddings(out: str | Path, name: str) -> Tensor:
+    """Return the embeddings of one image or video, (tokens, width), by its name."""
+    with safe_open(target_of(out, name), framework="pt") as stored:
+        return stored.get_tensor("embeds")
+
+
+def vllm_inputs(out: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
+
+    out: the output of `refvl encode`. Raises ValueError for a family whose embeddings vLLM does not accept, and for
+    MiniCPM-V's videos.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names: expected a list of names, got {names!r}")
+    data = dict[str, dict[str, Any]]()
+    headers = {name: read_header(target_of(out, name)) for name in names}
+    for kind in dict.fromkeys(header["kind"] for header in headers.values()):
+        of_kind = {name: header for name, header in headers.items() if header["kind"] == kind}
+        embeds = [read_embeddings(out, name) for name in of_kind]
+        family = next(iter(of_kind.values()))["settings"].partition(", ")[0]
+        if family not in ACCEPTED:
+            raise ValueError(f"out: expected embeddings that vLLM accepts ({', '.join(ACCEPTED)}), got {family}")
+        if family == "Qwen2.5-VL":
+            grids = torch.tensor([header["layout"] for header in of_kind.values()])
+            data[kind] = {f"{kind}_embeds": torch.cat(embeds), f"{kind}_grid_thw": grids}
+            if kind == "video":
+                seconds = [header["second_per_grid"] for header in of_kind.values()]
+                data[kind]["second_per_grid_ts"] = torch.tensor(seconds)
+        elif kind == "image":  # vLLM recomputes the number of slices from the size of the image
+            sizes = torch.tensor([header["size"] for header in of_kind.values()])
+            data[kind] = {"image_embeds": embeds, "image_sizes": sizes}
+        else:
+            raise ValueError("names: expected images, because vLLM does not pack frames of MiniCPM-V's videos")
+    return data
+
+
+# --- decoding and encoding --------------------------------------------------------------------------------------------
+
+
+def _batches(vlm: Any, todo: dict[str, Path], failed: dict[str, str]) -> Iterator[dict[str, Item]]:
+    """Yield the readable items in batches of at most BATCH_PATCHES patches, or of one larger item."""
+    batch, total = dict[str, Item](), 0
+    for name, path in todo.items():
         try:
-            told = [work()]
-        except Exception as error:
-            told = [error]
-    if world_size > 1:
-        dist.broadcast_object_list(told)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    return told[0]
+            item = _decode(vlm, path)
+            patches = vlm.encoder.item_size(item.header["layout"])[0]
+        except Exception as error:  # decoders raise errors of all kinds
+            failed[name] = _reason(error)
+            continue
+        if batch and total + patches > BATCH_PATCHES:
+            yield batch
+            batch, total = {}, 0
+        batch[name] = item
+        total += patches
+    if batch:
+        yield batch
 
 
-def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
-    """Return the item with its number of patch rows, or with 0 if it cannot be read. A video counts as a full batch."""
-    if image.stamp is None:  # opening a pipe would block
-        return image
-    if image.is_video:
-        return replace(image, rows=BATCH_PATCHES)
-    try:
-        source = image.source()
-        with source if isinstance(source, Image.Image) else Image.open(source) as opened:
-            layout = vlm.processor.layout_of(opened)
-        return replace(image, rows=vlm.encoder.item_size(layout)[0])
-    except Exception:  # Pillow's readers raise errors of all kinds; the decoding step reports the reason
-        return image
-
-
-def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, dict]:
-    """Return manifest entries for the images in `out`, from the shards' headers, except for files that have changed."""
-    finished, now = {}, {image.name: image for image in images}
-    for path in sorted(out.glob(SHARDS)):
-        for name, entry in read_header(path, model).items():
-            if name in now and is_unchanged(now[name], entry):
-                finished[name] = {"shard": path.name} | entry
-    return finished
-
-
-# --- encoding and writing ---------------------------------------------------------------------------------------------
-
-
-def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
-    """Take the next images off the queue: at most `room` images and BATCH_PATCHES patch rows, or a single image."""
-    batch = [waiting.popleft()]
-    rows = batch[0].rows
-    while waiting and len(batch) < room and (rows := rows + waiting[0].rows) <= BATCH_PATCHES:
-        batch.append(waiting.popleft())
-    return batch
-
-
-def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """Encode the readable images; record in `unreadable` why the other images could not be read.
-
-    If a batch fails, its images are retried one by one.
-    """
-    decoded, encoded = {}, Encoded()
-    for file in images:
-        with _noted(file.name, unreadable):
-            decoded[file.name] = _decode(vlm, file)
-    with suppress(Exception):  # this frees the batch's tensors before the next attempt
-        return _embed(vlm, decoded)
-    for name, image in decoded.items():
-        with _noted(name, unreadable):
-            encoded |= _embed(vlm, {name: image})
-    return encoded
-
-
-@contextmanager
-def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
-    """Record any error, including a lack of memory, in one line of UTF-8, and continue.
-
-    The line begins with the type of the error unless refvl wrote the message itself.
-    """
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
-        unreadable[name] = " ".join(f"{kind}{error}".split()).encode(errors="backslashreplace").decode()
-
-
-def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
-    """Return the image or video and its manifest entry, which also describes its file."""
-    stamp = file.read_stamp()
-    if stamp is None:
-        raise ValueError("expected a regular file, got a broken link, a pipe or a device")
-    digest = file.digest()
-    entry: dict[str, Any] = {}
-    medium: Any
-    if file.is_video:
-        medium = vlm.processor.load_video(file.path, {})
-        height, width = medium.frames.shape[1:3]
+def _decode(vlm: Any, path: Path) -> Item:
+    header: dict[str, Any] = {"source": stamp_of(path)}
+    if is_video(path):
+        video = vlm.processor.load_video(path, {})
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
-        entry = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}
-    else:
-        medium = load_image(file.source(), limits=vlm.processor.limits)
-        width, height = medium.size
-    if file.read_stamp() != stamp:
-        raise ValueError("the file changed while it was being read; run the same command again")
-    entry |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
-    return medium, entry | dict(zip(STAMP, stamp, strict=True)) | {"sha256": digest}
+        header |= {"kind": "video", "size": video.frames.shape[2:0:-1], "second_per_grid": step / video.fps}
+        return Item(video, header | {"layout": vlm.processor.layout_of(video)})
+    image = load_image(path, limits=vlm.processor.limits)
+    header |= {"kind": "image", "size": image.size}
+    return Item(image, header | {"layout": vlm.processor.layout_of(image)})
 
 
-def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> Encoded:
-    videos = {name: medium for name, (medium, _) in decoded.items() if isinstance(medium, Video)}
-    images = {name: medium for name, (medium, _) in decoded.items() if name not in videos}
-    embeds = vlm.encode([*images.values()], videos=[*videos.values()], progress=False) if decoded else []
-    return {
-        name: (x.cpu(), {"tokens": len(x)} | decoded[name][1])
-        for name, x in zip([*images, *videos], embeds, strict=True)
-    }
+def _encode(vlm: Any, batch: dict[str, Item], failed: dict[str, str]) -> dict[str, Tensor]:
+    """Return the embeddings of a batch; if it fails, its items are encoded one by one."""
+    images = {name: item.medium for name, item in batch.items() if not isinstance(item.medium, Video)}
+    videos = {name: item.medium for name, item in batch.items() if isinstance(item.medium, Video)}
+    try:
+        embeds = vlm.encode([*images.values()], [*videos.values()], progress=False)
+        return dict(zip([*images, *videos], embeds, strict=True))
+    except Exception as error:
+        if len(batch) == 1:
+            failed[next(iter(batch))] = _reason(error)
+            return {}
+    singles = [_encode(vlm, {name: item}, failed) for name, item in batch.items()]
+    return {name: embeds for single in singles for name, embeds in single.items()}
 
 
-def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
-    """Wait for all ranks, write the manifest on rank 0, and return it on every rank.
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
-    Raises ValueError unless every image that exists at this time is accounted for.
-    """
-    reasons = [unreadable]
-    if world_size > 1:
-        dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
-    def account() -> dict:
-        found = sorted(find_media(folder, videos=vlm.processor.video_config is not None), key=attrgetter("name"))
-        finished = _finished(out, model, found)
-        unread = {name: why for own in reasons for name, why in own.items()}
-        lacking = [file.name for file in found if file.name not in finished.keys() | unread.keys()]
-        if lacking:
-            shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-            what = "images appeared or changed during the run, or their shards were removed"
-            raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; run the same command again")
-        manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
-        files = digest_of_files(vlm.provenance)
-        for file in found:
-            if file.name in finished:
-                entry = finished[file.name]
-                inputs = {"inputs": digest_of_inputs(files, [entry["sha256"]])}
-                manifest["videos" if file.is_video else "images"][file.name] = entry | inputs
-            else:
-                manifest["unreadable"][file.name] = unread[file.name]
-        with written_whole(out / MANIFEST) as partial:
-            partial.write_text(json.dumps(manifest, indent=1))
-        return manifest
-
-    return _from_rank_0(account, rank, world_size)
+def _plain(group: Any) -> Any:
+    """Return a `SliceGroup` in a form for JSON that the encoder accepts: (h, w) of a single slice, or all fields."""
+    return group.slices[0] if len(group.slices) == 1 and group.temporal_ids is None else dataclasses.asdict(group)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from refvl.checks import is_grid
 from refvl.encoders.tower import send_rows
 from refvl.pixels.crops import CropLayout, plan_crops
+from refvl.pixels.media import is_video
 from refvl.pixels.patches import Patches
-from refvl.serving.images import is_video
 
 Box = tuple[float, float, float, float]  # (left, top, right, bottom) in pixels of the image
 Size = tuple[int, int, int]  # (t, h, w)

@@ -1,14 +1,13 @@
 """Linear layers on a CPU use torch's default kernel or oneDNN's, whichever is faster on this machine.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. On AMD processors, oneDNN takes
-less than half the time; on Intel, both take about the same time. oneDNN reads torch's weights in place. Each layer
-keeps its weights, so you can save, move, change, adapt and inspect them as before. The kernel is private to torch: if a
-release lacks it, or changes its arguments, torch's default is used.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: two blocks of Qwen2.5-VL's tower
+take 1.2 to 1.35 times as long with it at 224 px, on an AMD EPYC with one thread. oneDNN reads torch's weights in place.
+Each layer keeps its weights, so you can save, move, change, adapt and inspect them as before. The kernel is private to
+torch: if a release lacks it, "auto" chooses torch's default.
 """
 
 import time
 import timeit
-import warnings
 from functools import cache, partial
 
 import torch
@@ -35,33 +34,13 @@ class OneDnnLinear(nn.Linear):
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return "torch" or "onednn": the requested kernel, or the faster one for "auto".
-
-    Raises ValueError for any other name.
-
-    Warns and returns "torch" if oneDNN's kernel cannot be called.
-    """
+    """Return "torch" or "onednn": the requested kernel, or the faster one for "auto"."""
     if requested not in KERNELS:
         raise ValueError(f"linear: expected one of {KERNELS}, got {requested!r}")
-    runs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if requested == "torch" or (requested == "auto" and not runs):
-        return "torch"
-    if reason := missing_kernel():
-        warnings.warn(f"linear: torch's default kernel is used, because oneDNN's cannot run: {reason}", stacklevel=3)
-        return "torch"
-    return "onednn" if requested == "onednn" or times_as_fast() >= FASTER else "torch"
-
-
-@cache
-@torch.no_grad()
-def missing_kernel() -> str:
-    """Return the reason why oneDNN's kernel cannot be used in this torch, or "" if it can and its result is correct."""
-    x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
-    try:
-        equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers, so exact
-    except (AttributeError, RuntimeError, TypeError) as error:
-        return str(error).partition("\n")[0]
-    return "" if equal else "it computes a different result"
+    if requested == "auto":
+        runs = device.type == "cpu" and dtype == torch.float32
+        return "onednn" if runs and times_as_fast() >= FASTER else "torch"
+    return requested
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -83,13 +62,16 @@ def use_faster_linear(model: nn.Module) -> str:
 @cache
 @torch.no_grad()
 def times_as_fast() -> float:
-    """Return oneDNN's speed-up over torch's default; measured once, in about 10 ms.
+    """Return oneDNN's speed-up over torch's default, or 0 if it cannot be called; measured once, in about 10 ms.
 
     It compares thread CPU time and the fastest of several interleaved calls, so other processes barely affect it.
     """
     x, weight, bias = torch.ones(128, 512), torch.ones(512, 512), torch.ones(512)
     ways = partial(F.linear, x, weight, bias), partial(_onednn, x, weight, bias)
-    rounds = [[timeit.timeit(way, timer=time.thread_time, number=1) for way in ways] for _ in range(6)]
+    try:
+        rounds = [[timeit.timeit(way, timer=time.thread_time, number=1) for way in ways] for _ in range(6)]
+    except (AttributeError, RuntimeError, TypeError):  # a release of torch without this kernel
+        return 0.0
     default, onednn = (min(seconds) for seconds in zip(*rounds[1:], strict=True))
     return default / onednn
 

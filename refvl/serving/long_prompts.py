@@ -19,20 +19,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
+from refvl.checks import check_positive_int
 from refvl.language.model import CausalTextModel
 from refvl.merge import MediaTokens, find_media_spans
 from refvl.pipeline import Request
 from refvl.positions import restrict_positions
-from refvl.serving.options import check_runnable
+from refvl.serving.options import copies_wanted
 from refvl.trace import Record
 
 
-def read_in_chunks(model: Any, chunk: int, request: Request) -> Record:
-    """Run every stage up to the last token of the prompt, `chunk` tokens at a time."""
+def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> tuple[Record, dict]:
+    """Run every stage up to the last token of the prompt, `chunk` tokens at a time.
+
+    Returns the trace, and `options` with the cache of the prompt except its last token.
+    """
+    check_positive_int(chunk, "prefill_chunk")
+    model.family.require("chunks")
+    copies = copies_wanted(model.language_model, options)
+    if copies > 1:
+        model.family.require("chunked_beams")
     q, pruning = request.pruning_rate, request.pruning
-    check_runnable(model)
     if q > 0:
         model.family.require("pruning")
     trace = model.record(device=model.device)
@@ -52,10 +60,12 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Record:
     for number, medium in enumerate(merged):
         places = [torch.arange(s.offset, s.offset + s.num_tokens) for s in islice(spans, len(medium.runs))]
         media.append(MediumRows(torch.cat(places), _encode_pieces(model, trace, number, medium, q, pruning, chunk)))
-    trace.cache = prefill_in_chunks(trace, model.language_model, media, chunk, model.max_context)
+    cache: Any = prefill_in_chunks(trace, model.language_model, media, chunk, model.max_context)
     trace.input_ids = trace.full_ids[trace.keep]
     trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
-    return trace
+    if copies > 1:  # `batch_repeat_interleave` does not support linear attention
+        cache.reorder_cache(torch.zeros(copies, dtype=torch.int64))
+    return trace, options | {"past_key_values": cache}
 
 
 def _encode_pieces(
@@ -132,7 +142,7 @@ def prefill_in_chunks(
 
     trace: a trace with full_ids and full_positions. Raises ValueError if the kept tokens exceed max_context.
     """
-    cache, last = language_model.cache_class(config=language_model.config), len(trace.full_ids) - 1
+    cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)

@@ -2,8 +2,7 @@
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
     the key is cached               return a copy of its embeddings: a hit
-    another thread encodes it       wait for that thread's embeddings: a hit
-    neither                         encode, store a copy, drop the least recently used entries: a miss
+    it is not                       encode, store a copy, drop the least recently used entries: a miss
 
 A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if the tower uses it
 (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt, so a hit may come from a different
@@ -19,8 +18,6 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -88,7 +85,6 @@ class MediaCache:
             raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
         self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
         self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry comes first
-        self._coming: dict[bytes, Future[Embeddings]] = {}  # entries that a thread is encoding now
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
         self._lock = Lock()
@@ -110,59 +106,27 @@ class MediaCache:
     ) -> tuple[list[Embeddings], list[bool]]:
         """Return the embeddings for each key, and whether each one is a hit.
 
-        make: a function that encodes the items at the given indices, which are neither cached nor being encoded. If
-        encoding fails in one thread, the threads that wait for its results encode the items themselves.
+        make: a function that encodes the items at the given indices. Two threads that miss the same item both encode
+        it.
         """
-        found, made = dict[bytes, Embeddings](), set[bytes]()
-        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
-            mine, others = self._claim(missing, found)
-            if mine:
-                made.update(mine)
-                found |= self._make(mine, lambda: make([keys.index(key) for key in mine]))  # noqa: B023 (called here)
-            for key, future in others.items():  # this thread's own keys are done, so threads cannot deadlock
-                with suppress(CancelledError):
-                    found[key] = future.result()
-        hits = [key not in made or key in keys[:i] for i, key in enumerate(keys)]
+        with self._lock:
+            found = {key: self._kept[key] for key in keys if key in self._kept}
+            for key in found:
+                self._kept.move_to_end(key)
+        hits = [key in found or key in keys[:i] for i, key in enumerate(keys)]
+        if missing := [i for i, hit in enumerate(hits) if not hit]:
+            made = copied(make(missing))  # new embeddings may be views of a batch, or of a buffer that will be reused
+            found |= {keys[i]: entry for i, entry in zip(missing, made, strict=True)}
         copies = copied([found[key] for key in keys])
         saved = sum(copy.seconds for copy, hit in zip(copies, hits, strict=True) if hit)
         with self._lock:
+            self._kept |= {keys[i]: found[keys[i]] for i in missing if self._fits([found[keys[i]]])}
+            while not self._fits(self._kept.values()):
+                self._kept.popitem(last=False)
             s, h = self._stats, sum(hits)
-            self._stats = replace(
-                s, hits=s.hits + h, misses=s.misses + len(hits) - h, seconds_saved=s.seconds_saved + saved
-            )
+            counted = {"hits": s.hits + h, "misses": s.misses + len(missing)}
+            self._stats = replace(s, **counted, seconds_saved=s.seconds_saved + saved)
         return copies, hits
-
-    def _claim(self, keys: list[bytes], found: dict) -> tuple[list[bytes], dict[bytes, Future[Embeddings]]]:
-        """Put cached entries into `found`; return the keys that this thread has to encode, and the keys to wait for."""
-        mine, others = list[bytes](), dict[bytes, Future[Embeddings]]()
-        with self._lock:
-            for key in keys:
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                    found[key] = self._kept[key]
-                elif key in self._coming:
-                    others[key] = self._coming[key]
-                else:
-                    self._coming[key] = Future()
-                    mine.append(key)
-        return mine, others
-
-    def _make(self, keys: list[bytes], make: Callable[[], list[Embeddings]]) -> dict[bytes, Embeddings]:
-        try:
-            made = copied(make())  # new embeddings may be views of a batch, or of a buffer that will be reused
-        except BaseException:
-            with self._lock:
-                for key in keys:
-                    self._coming.pop(key).cancel()
-            raise
-        with self._lock:
-            for key, entry in zip(keys, made, strict=True):
-                self._coming.pop(key).set_result(entry)
-                if self._fits([entry]):
-                    self._kept[key] = entry
-                while not self._fits(self._kept.values()):
-                    self._kept.popitem(last=False)
-        return dict(zip(keys, made, strict=True))
 
     def _fits(self, entries: Iterable[Embeddings]) -> bool:
         sizes = sizes_of(entries)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateOutput
 
-from refvl.checks import as_seconds, check_pixel_rows, check_prompts, check_shape, check_values
+from refvl.checks import as_seconds, check_pixel_rows, check_prompts, check_shape
 from refvl.merge import MediaTokens
-from refvl.serving.drafts import with_cache
-from refvl.serving.options import check_pruning, check_runnable, option
+from refvl.pipeline import Request
+from refvl.serving.options import option
 from refvl.trace import Record
 
 
@@ -43,20 +43,18 @@ def generate(
     families whose prompts contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows,
     grids, embeddings and placeholders do not match, or if a mask is not 0s followed by 1s.
     """
-    q = check_pruning(pruning, pruning_rate)
-    check_runnable(model)
-    if q > 0:
+    generate_kwargs.pop("mm_token_type_ids", None)  # added by transformers' processors; the ids imply it
+    model.check_options("generate", generate_kwargs, max_new_tokens)
+    Request("", pruning_rate=pruning_rate, pruning=pruning)  # it checks both
+    if pruning_rate > 0:
         model.family.require("pruning")
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # added by transformers' processors; the ids imply it
-    model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
-    prompts = _prompts(model, input_ids.cpu(), mask, images, videos, q, pruning)
-    options = with_cache(model.language_model, prompts, generate_kwargs)
-    output: Any = model.decode(prompts, max_new_tokens, **options)
+    prompts = _prompts(model, input_ids.cpu(), mask, images, videos, pruning_rate, pruning)
+    output: Any = model.decode(prompts, max_new_tokens, **generate_kwargs)
     before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
     output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
     wants_dict = option(model.language_model, generate_kwargs, "return_dict_in_generate")
@@ -97,22 +95,19 @@ def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name
     """Return precomputed embeddings, one checked (M, W) tensor per item."""
     width = ("channels", model.language_model.row_width)
     if isinstance(embeds, Tensor):
-        check_values(check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name), name)
+        check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name)
         embeds = embeds.split(tokens)
-    if not isinstance(embeds, Sequence) or len(embeds) != len(tokens):
-        got = len(embeds) if isinstance(embeds, Sequence) else type(embeds).__name__
-        raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {got}")
+    if len(embeds) != len(tokens):
+        raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {len(embeds)}")
     for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
-        check_pixel_rows(item, (("tokens", count), width), model.device, f"{name}[{i}]")
-        _check_finite(item, f"{name}[{i}]")
+        _check_finite(check_pixel_rows(item, (("tokens", count), width), model.device, f"{name}[{i}]"), f"{name}[{i}]")
     return list(embeds)
 
 
-def _check_finite(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if all its values are finite; raise ValueError naming `name`."""
+def _check_finite(tensor: Tensor, name: str) -> None:
+    """Raise ValueError naming `name` if a value is nan or inf."""
     if not tensor.isfinite().all():
         raise ValueError(f"{name}: expected finite numbers, got nan or inf")
-    return tensor
 
 
 def _prompts(

@@ -42,7 +42,6 @@ SENTENCES = {
     "prefill": "The language model reads the whole prompt and scores every entry of its vocabulary as the next token.",
     "decode tokens": "The best token is appended and read in turn, until the model ends its answer.",
     "generate": "Prefill and decoding are one stage, because beams are compared as they grow.",
-    "assistant": "A second model reads the same prompt, to draft tokens for the first.",
 }
 
 
@@ -94,7 +93,7 @@ class Journey:
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # per new token, the (vocabulary,) scores that determined it; empty with beams and drafts
+    scores: list[Tensor]  # per new token, the (vocabulary,) scores that determined it; empty with beams
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property

@@ -23,7 +23,7 @@ def margins(logits: Tensor) -> Tensor:
 class Readout:
     """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are numbered by the tokens that the model has read, so chunks and rejected drafts do not affect the numbers.
+    Rows are numbered by the tokens that the model has read, so chunks do not affect the numbers.
     The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
     recorded.
     """

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from refvl.checks import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
-from refvl.serving.provenance import digest_of_files, digest_of_inputs, digests_of_media
 from refvl.study.comparison import Stages, html_table
 from refvl.trace import Record
 
@@ -74,15 +73,9 @@ class Trace(Record):
         grids = [layout if is_grid(layout) else None for layout in self.layouts]
         return Stages(made, f"refvl {refvl.__version__}", grids)
 
-    def save(self, folder: str | Path, *, provenance: Sequence = (), media: Sequence = ()) -> None:
-        """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`.
-
-        provenance: `VLM.provenance`; media: the request's images and videos, as they were passed. With these,
-        `refvl.compare` also names the files that differ, and the manifest contains `digest_of_inputs`.
-        """
-        files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
-        inputs = digest_of_inputs(digest_of_files(provenance), digests_of_media(media)) if provenance else ""
-        replace(self.stages, files=files, inputs=inputs).save(folder)
+    def save(self, folder: str | Path) -> None:
+        """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`."""
+        self.stages.save(folder)
 
     @property
     def layouts(self) -> list:
@@ -96,11 +89,6 @@ class Trace(Record):
         With beams, it is the time to the last token.
         """
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
-
-    @property
-    def accepted(self) -> int:
-        """The number of generated tokens that were drafts; each forward of the language model adds one more token."""
-        return sum(tokens - 1 for tokens in self.passes)
 
 
 def _shapes(trace: Trace, stage: str) -> str:
@@ -134,11 +122,10 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """Describe the tokens after the first forward: their number, their rate, and how many of all tokens were drafts."""
-    more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
+    """Describe the tokens after the first one: their number, and how many were decoded per second."""
+    more, seconds = len(trace.token_ids) - 1, trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
-    drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""
-    return f"{more} more{speed}{drafts}"
+    return f"{more} more{speed}"
 
 
 def _packing(trace: Trace) -> str:

@@ -32,8 +32,8 @@ from refvl.attention import Segments
 from refvl.checks import check_flag
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
-from refvl.serving.drafts import read_ahead
 from refvl.serving.features import first_rows, in_patch_order, keep_output, share_weights
+from refvl.serving.long_prompts import read_in_chunks
 from refvl.study.interventions import with_replacements
 from refvl.study.readout import Readout
 from refvl.study.report import FLOAT16_LIMIT, Trace
@@ -275,30 +275,29 @@ def trace(
     """
     model = copy.copy(model)  # the copy shares all parts
     model.record = Trace
-    wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
+    num_beams = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {
         "attentions": check_flag(attentions, "attentions"),
         "hidden_states": check_flag(hidden_states, "hidden_states"),
     }
     request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
-    is_ahead = prefill_chunk is not None or wanted.draft is not None
     if replace is not None:
-        if is_ahead:
-            raise ValueError("replace: not supported if stages run in parts, as with prefill_chunk or drafted tokens")
+        if prefill_chunk is not None:
+            raise ValueError("replace: not supported with prefill_chunk, because stages then run in parts")
         model = with_replacements(model, replace)
-    answer = model.answer if wanted.num_beams == 1 else model.answer_with_beams
+    answer = model.answer if num_beams == 1 else model.answer_with_beams
     if any(watched.values()):
-        if is_ahead:
-            raise ValueError("attentions, hidden_states: not supported with prefill_chunk or drafted tokens")
-        if wanted.num_beams != 1:
-            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
+        if prefill_chunk is not None:
+            raise ValueError("attentions, hidden_states: not supported with prefill_chunk")
+        if num_beams != 1:
+            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
         return watched_run(model, request, max_new_tokens, generate_kwargs, **watched)
-    if is_ahead:
+    if prefill_chunk is not None:
         trace: Any
-        trace, generate_kwargs = read_ahead(model, request, prefill_chunk, generate_kwargs)
+        trace, generate_kwargs = read_in_chunks(model, prefill_chunk, request, generate_kwargs)
         read_out(model, answer, trace, max_new_tokens, generate_kwargs)
         return trace
-    with largest_values(model, with_prefill=wanted.num_beams == 1) as largest:
+    with largest_values(model, with_prefill=num_beams == 1) as largest:
         trace = model.read(request)
         read_out(model, answer, trace, max_new_tokens, generate_kwargs)
     keep_largest(trace, largest)

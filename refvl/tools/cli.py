@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -55,9 +55,6 @@ SourceFile = Annotated[
         metavar="[FILE.html]",
         help="print the code that ran, in call order, or write it as a page to the given file",
     ),
-]
-LookupTokens = Annotated[
-    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; answers do not change")
 ]
 Adapter = Annotated[
     list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; the effects of several adapters add up")
@@ -205,18 +202,18 @@ def chat(
     jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object per line")] = None,
     out: Annotated[str | None, typer.Option(help="the file for the answers (default: FILE.answers.jsonl)")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
-    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
+    prefill_chunk: PrefillChunk = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about images and videos; the text is streamed as it is generated.
 
-    Each line of the --jsonl file is {"prompt": ..., "images": [...], "videos": [...]}; "max_new_tokens" and
-    "pruning_rate" are optional. Answers are in the same order; a failed request gets an error instead of an answer, and
-    the exit status is then 1. To continue a run that was stopped, run the same command again.
+    Each line of the --jsonl file is {"id": ..., "prompt": ..., "images": [...], "videos": [...]}; "max_new_tokens" and
+    "pruning_rate" are optional. A failed request gets an error instead of an answer, and the exit status is then 1. To
+    continue a run that was stopped, run the same command again; it skips ids that are answered.
     """
     load = partial(_load, checkpoint, device, dtype, attention, graphs, adapter)
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
-    alone = {"prefill_chunk": prefill_chunk, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
+    alone = {"prefill_chunk": prefill_chunk}
     if jsonl is not None:
         _answer_file(load, jsonl, out, {"PROMPT": prompt, "image": image, "video": video} | alone, common)
     if out is not None:
@@ -238,8 +235,8 @@ def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, comm
     answers = Path(out or f"{jsonl}.answers.jsonl")
     errors = answer_file(load(), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
     print(plain(f"answers in {answers}"), flush=True)
-    for line, error in errors.items():
-        print("refvl:", *plain(f"{jsonl}, line {line}: {error}").split(), file=sys.stderr)
+    for name, error in errors.items():
+        print("refvl:", *plain(f"{jsonl}, id {name}: {error}").split(), file=sys.stderr)
     raise SystemExit(1 if errors else 0)
 
 
@@ -247,7 +244,7 @@ def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, comm
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
-    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
+    prefill_chunk: PrefillChunk = None, adapter: Adapter = None,
     with_: Annotated[
         Other | None, typer.Option("--with", help="also run transformers' model, and compare the two runs")
     ] = None,
@@ -274,7 +271,7 @@ def trace(
         check_recordable(model, [kind for kind, media in (("image", image), ("video", video)) if media])
     given = {
         "images": image, "videos": video, "max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate,
-        "pruning": pruning, "prefill_chunk": prefill_chunk, "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+        "pruning": pruning, "prefill_chunk": prefill_chunk,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
     run = model.trace(prompt, **options) if source is None else _show_source(model, prompt, options, checkpoint, source)
@@ -283,7 +280,7 @@ def trace(
     console.print(f"first token after {run.ttft:.3f} s")
     console.print(f"answer: {run.text}")
     if save:
-        run.save(save, provenance=model.provenance, media=[*(image or ()), *(video or ())])
+        run.save(save)
     if with_:
         theirs = record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)
         print(plain(str(refvl.compare(run, theirs, model=model))))
@@ -345,7 +342,6 @@ def info(
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
-    files: Annotated[bool, typer.Option("--files", help="list the model's files and their digests")] = False,
     tower: Annotated[bool, typer.Option("--tower", help="include only the vision tower, as in `encode`")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
@@ -354,7 +350,6 @@ def info(
     Reads no weights.
     """
     from refvl.loading import load
-    from refvl.serving.provenance import sources
     from refvl.study.costs import costs, describe, set_pixel_limits, stored_text_bytes
 
     sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
@@ -371,42 +366,27 @@ def info(
         print(json.dumps(costs(model, media, **options), indent=2))
         return
     table = Table(show_header=False, title=plain(checkpoint))
-    shaping = model.provenance
-    with suppress(FileNotFoundError, ValueError):  # a folder may lack some or all of its weights
-        shaping = sources(shaping[0].path.parent, weights=True) if shaping else []
-    names = ", ".join(source.path.name for source in shaping) or "none: only a config"
-    for row in [*describe(model, media, **options).items(), ("its files", names)]:
+    for row in describe(model, media, **options).items():
         table.add_row(*row)
     Console().print(table)
-    if files:
-        listed = Table("file", "role", "bytes", "sha256", title="files that determine the model")
-        for source in shaping:
-            listed.add_row(source.path.name, source.role, f"{source.stamp[0]:,}", source.digest()[:32])
-        Console().print(listed)
 
 
 @command(stopped="stopped; the same command continues")
 def encode(
     checkpoint: Checkpoint,
-    folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
-    out: Annotated[
-        str, typer.Option(help="the folder for shards and manifest.json; media already encoded there are skipped")
-    ],
+    media: Annotated[list[str], typer.Argument(help="a folder of images and videos, or files")],
+    out: Annotated[str, typer.Option(help="the folder for the embeddings; unchanged media already there are skipped")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work among the ranks")] = False,
-    shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="rename unrelated files that are in the way")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Encode images and videos to safetensors, for an engine that accepts embeddings.
+    """Encode images and videos to safetensors, one file per item, for an engine that accepts embeddings.
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    Videos are sampled as in `chat`; they are skipped if the model accepts only images. Only images are read from tar
-    files, including those in the folder. `refvl.serving.handover.vllm_inputs` prepares the embeddings for vLLM.
-
-    If an image cannot be read, stderr and the manifest name it and the reason. The other images are encoded, and the
-    exit status is 1. To continue a run that was stopped, or to add new or changed images, run the same command again.
-    In the manifest, a path that is not valid UTF-8 is percent-encoded and begins with "./".
+    Videos are sampled as in `chat`; those in folders are skipped if the model accepts only images. If an item cannot be
+    encoded, stderr names it and the reason, the other items are encoded, and the exit status is 1. To continue a run
+    that was stopped, or to add new or changed media, run the same command again. `refvl.serving.export.vllm_inputs`
+    prepares the embeddings for vLLM.
     """
     from refvl.serving.export import encode_folder
 
@@ -414,14 +394,12 @@ def encode(
         raise ValueError("torchrun started several processes; add --data-parallel to share the work")
     rank = int(os.environ.get("RANK", 0))
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
-    shown = sys.stderr.isatty() and rank == 0
-    manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
+    result = encode_folder(vlm, media, out, progress=sys.stderr.isatty() and rank == 0)
     if rank == 0:  # if another rank exited with an error, torchrun would stop this rank before it could print
-        clips = f" and {len(manifest['videos'])} videos" if manifest["videos"] else ""
-        print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
-        for name, reason in manifest["unreadable"].items():
+        print(plain(f"{len(result['encoded'])} encoded, {len(result['skipped'])} skipped in {out}"), flush=True)
+        for name, reason in result["failed"].items():
             print("refvl:", *plain(f"{name}: {reason}").split(), file=sys.stderr)
-        raise SystemExit(1 if manifest["unreadable"] else 0)
+        raise SystemExit(1 if result["failed"] else 0)
 
 
 @command()

@@ -44,16 +44,6 @@ def ids_with(name: str, **options) -> list[int]:
     return random_model(name).trace(**QUESTION, **options).token_ids
 
 
-def drafts(name):
-    assert ids_with(name, prompt_lookup_num_tokens=3, max_matching_ngram_size=1) == plain_run(name).token_ids
-
-
-def assistant(name):
-    """The model drafts for itself, so that some drafts are accepted and, for its caution, some are not."""
-    trace = random_model(name).trace(**QUESTION, assistant_model=random_model(name))
-    assert trace.token_ids == plain_run(name).token_ids and trace.accepted
-
-
 def chunks(name):
     assert ids_with(name, prefill_chunk=9) == plain_run(name).token_ids
 
@@ -126,13 +116,10 @@ def quantised(name):
 
 
 PROOFS: dict[str, Callable] = {
-    "drafts": drafts, "assistant": assistant, "chunks": chunks, "chunked_beams": chunked_beams,
-    "static_cache": static_cache, "attentions": attentions, "pruning": pruning, "graphs": graphs, "embeds": embeds,
-    "adapters": lora, "quantised": quantised,
+    "chunks": chunks, "chunked_beams": chunked_beams, "static_cache": static_cache, "attentions": attentions,
+    "pruning": pruning, "graphs": graphs, "embeds": embeds, "adapters": lora, "quantised": quantised,
 }  # fmt: skip
 ASKED: dict[str, Callable] = {  # how each is asked for, in a call that must not get as far as the media
-    "drafts": lambda vlm: vlm.chat("", images=["none.png"], prompt_lookup_num_tokens=2),
-    "assistant": lambda vlm: vlm.chat("", images=["none.png"], assistant_model=vlm),
     "chunks": lambda vlm: vlm.chat("", images=["none.png"], prefill_chunk=8),
     "chunked_beams": lambda vlm: vlm.trace("", images=["none.png"], prefill_chunk=8, num_beams=2),
     "static_cache": lambda vlm: vlm.chat("", images=["none.png"], cache_implementation="static"),

@@ -18,13 +18,12 @@ from towers import randomize
 from benchmarks.performance import traffic
 from refvl.encoders.tower import send_rows
 from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
-from refvl.serving.joined import join_gate_up
 
 LAYOUTS = {"Step3-VL": (1, 2), "Step3-VL-10B": (1, 2), "MiniCPM-V 4.6": ((4, 8), (8, 4))} | dict.fromkeys(
     ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR"), (1, 8, 8)
 )
 KERNELS_PER_BLOCK = {
-    "Qwen2.5-VL": 13, "Qwen3-VL": 12, "GLM-4.1V": 13, "GLM-OCR": 16, "MiniCPM-V 2.6": 10, "MiniCPM-V 4.5": 10,
+    "Qwen2.5-VL": 14, "Qwen3-VL": 12, "GLM-4.1V": 14, "GLM-OCR": 17, "MiniCPM-V 2.6": 10, "MiniCPM-V 4.5": 10,
     "MiniCPM-V 4.6": 10, "Step3-VL": 12, "Step3-VL-10B": 18,
 }  # fmt: skip
 COPIES_OF_A_PLAN = {
@@ -45,7 +44,6 @@ def start(family):
         encoder = randomize(encoder_class(replace(config_class.tiny(), hidden_size=64)), 0.1)
     case = make_case(encoder, [LAYOUTS.get(family, ((4, 5), (3, 3)))])
     encoder = encoder.to("cuda", torch.bfloat16)
-    join_gate_up(encoder)  # as `refvl.load` does
     return encoder, case.rows.float(), case.layouts
 
 

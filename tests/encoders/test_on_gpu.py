@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.sending import ALIGNMENT, _send_packed, send_plan
 from refvl.positions.rotary import apply_rotary, rotary_matrices, rotate_by_matrices, vision_rotary_cos_sin
-from refvl.serving.joined import JOINED, join_gate_up, joined
-from tests.closeness import assert_agree
 
 TOWERS = {
     "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),
@@ -66,108 +64,3 @@ def test_a_packed_plan_is_the_plan(groups, length, monkeypatch):
     assert sent.longest == 7 and sent.lengths.shape == (length,) and sent.lengths.is_meta
     assert groups is None or [x.shape for x in sent.groups] == [x.shape for x in groups]
     assert _send_packed([], torch.device("cpu")) == []
-
-
-# --- gate and up in one product ---------------------------------------------------------------------------------------
-
-
-def make(family):
-    torch.manual_seed(0)
-    tower, config = TOWERS[family]
-    encoder = tower(config.tiny()).eval()
-    return encoder, torch.randn(48, encoder.patch_values)
-
-
-@pytest.mark.parametrize("family", TOWERS)
-@torch.inference_mode()
-def test_joined_weights_are_the_weights(family, monkeypatch):
-    """Names, values and what is saved stay; the tower gives what it gave, and takes one product for two."""
-    encoder, rows = make(family)
-    want, before = encoder(rows, [GRID]), {name: x.clone() for name, x in encoder.state_dict().items()}
-    join_gate_up(encoder)
-    now = encoder.state_dict()
-    assert now.keys() == before.keys() and all(torch.equal(now[name], x) for name, x in before.items())
-    assert {type(module) for module in encoder.modules()} & set(JOINED) == set()
-    called = []
-    monkeypatch.setattr(
-        nn.Linear, "forward", lambda self, x: called.append(self) or nn.functional.linear(x, self.weight, self.bias)
-    )
-    assert_agree(encoder(rows, [GRID]), want, encoder)
-    assert not {block.mlp.gate_proj for block in encoder.blocks} & set(called)
-
-
-def test_joined_weights_are_saved_and_loaded(tmp_path):
-    """safetensors refuses tensors that overlap; these lie side by side."""
-    from safetensors.torch import load_file, save_file
-
-    encoder, _ = make("Qwen2.5-VL")
-    join_gate_up(encoder)
-    save_file(encoder.state_dict(), tmp_path / "a.safetensors")
-    loaded = load_file(tmp_path / "a.safetensors")
-    assert all(torch.equal(x, loaded[name]) for name, x in encoder.state_dict().items())
-
-
-def moved(encoder):
-    encoder.double().float()
-
-
-def assigned(encoder):
-    encoder.load_state_dict({name: x.clone() for name, x in encoder.state_dict().items()}, assign=True)
-
-
-def replaced(encoder):
-    class Twice(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
-
-    for block in encoder.blocks:
-        block.mlp.up_proj.__class__ = Twice
-
-
-def hooked(encoder):
-    for block in encoder.blocks:
-        block.mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output)
-
-
-@pytest.mark.parametrize("change", [moved, assigned, replaced, hooked])
-def test_where_one_product_cannot_be_there_are_two(change, monkeypatch):
-    """Oracle: the layers one by one, bit for bit; each of them is called."""
-    encoder, rows = make("Qwen2.5-VL")
-    with torch.inference_mode():
-        want = encoder(rows, [GRID])
-    join_gate_up(encoder)
-    change(encoder)
-    with torch.inference_mode():
-        assert torch.equal(encoder(rows, [GRID]), want)
-
-
-def test_gradients_reach_both_weights():
-    """Oracle: the tower before; bit for bit."""
-    (plain, rows), (other, _) = make("Qwen2.5-VL"), make("Qwen2.5-VL")
-    join_gate_up(other)
-    for encoder in (plain, other):
-        encoder(rows, [GRID]).sum().backward()
-    for name in ("gate_proj", "up_proj"):
-        grads = [encoder.blocks[0].mlp.get_submodule(name).weight.grad for encoder in (plain, other)]
-        assert grads[0].any() and torch.equal(*grads)
-
-
-def test_new_values_are_read_and_copies_are_of_their_own():
-    from copy import deepcopy
-
-    encoder, rows = make("Qwen2.5-VL")
-    join_gate_up(encoder)
-    copy = deepcopy(encoder)
-    with torch.no_grad():
-        want = encoder(rows, [GRID])
-        encoder.blocks[0].mlp.up_proj.weight.mul_(2)
-        assert not torch.equal(encoder(rows, [GRID]), want)
-        assert_agree(copy(rows, [GRID]), want, encoder)
-
-
-def test_only_neighbours_are_joined():
-    memory = torch.arange(12.0).view(6, 2)
-    assert torch.equal(joined(memory[:2], memory[2:5]), memory[:5])
-    assert joined(memory[:2], memory[3:]) is None
-    assert joined(memory[:2], memory[2:].clone()) is None
-    assert joined(torch.zeros(2), torch.zeros(2)) is None

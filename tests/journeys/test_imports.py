@@ -13,7 +13,7 @@ NEVER = {  # by nothing that answers a question about a picture
     "IPython", "anywidget", "av", "google", "ipywidgets", "matplotlib", "pandas", "pydantic", "pytest", "rich",
     "scipy", "sklearn", "tensorflow", "torchaudio", "typer", "webdataset",
 }  # fmt: skip
-OTHERS = ("refvl.viz", "refvl.tools", "refvl.serving.handover", "refvl.study.boxes", "refvl.serving.parallel")
+OTHERS = ("refvl.viz", "refvl.tools", "refvl.serving.export", "refvl.study.boxes", "refvl.serving.parallel")
 CHAT = f"""
 model = refvl.load({str(DATA / "checkpoints" / "tiny-qwen2_5_vl")!r}, progress=False)
 assert model.chat("What color is the circle?", images=[{str(DATA / "pictures" / "scene.png")!r}]) == "red"

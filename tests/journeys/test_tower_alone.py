@@ -28,7 +28,7 @@ from refvl import checkpoints
 from refvl.loading import NoText
 from refvl.paths import DATA
 from refvl.pixels.crops import cut_crops, prepare_pixels
-from refvl.serving.images import is_video
+from refvl.pixels.media import is_video
 
 RANDOM = np.random.default_rng(0)
 PICTURE = Image.fromarray(RANDOM.integers(0, 256, (112, 168, 3), dtype=np.uint8))
@@ -191,9 +191,9 @@ def test_the_command_line_needs_the_tower_alone(tmp_path, shell):
     media.mkdir()
     PICTURE.save(media / "picture.png")
 
-    assert shell("encode", folder, media, "--out", tmp_path / "out", "--device", "cpu")[1].startswith("1 images")
+    assert shell("encode", folder, media, "--out", tmp_path / "out", "--device", "cpu")[1].startswith("1 encoded")
     [want] = random_model("Qwen2.5-VL").encode([PICTURE])
-    assert torch.equal(refvl.handover.read_embeddings(tmp_path / "out", "picture.png"), want)
+    assert torch.equal(refvl.export.read_embeddings(tmp_path / "out", "picture.png"), want)
     code, said, _ = shell("info", folder, "--tower", "--image", media / "picture.png")
     assert not code and "vision tower" in said and not re.search("language model|kv cache|key-value", said)
     code, _, said = shell("chat", folder, "What?", "--device", "cpu")

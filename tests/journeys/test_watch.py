@@ -228,9 +228,7 @@ def test_what_cannot_be_watched_is_refused():
 # ------------------------------------------------------------------------------------------- what lies behind an answer
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"prefill_chunk": 7}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_trace_keeps_what_lies_behind_its_answer(name, options):
     """Oracle: hidden states and logits of every token, as `hidden_states=True` and the output head give them."""

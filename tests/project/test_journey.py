@@ -381,7 +381,7 @@ def test_each_family_has_its_pictures(name, shown):
 def test_a_page_has_an_answer_to_every_shape_of_request():
     """Text alone, beams, chunks, several pictures: what there is nothing of is left out."""
     vlm, photo = model("tiny-qwen2_5_vl"), DATA / "pictures/coffee.jpg"
-    for options in ({}, {"num_beams": 2}, {"prefill_chunk": 8}, {"prompt_lookup_num_tokens": 2}):
+    for options in ({}, {"num_beams": 2}, {"prefill_chunk": 8}):
         images = [photo, photo, photo] if options else []
         found = follow(vlm, "What is it <b>?", images=images, max_new_tokens=2, **options)
         read = Read(page(found, index="index.html", links={"here": "", "there": "x.html"}, files="files/{}.html"))

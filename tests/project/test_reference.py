@@ -74,7 +74,7 @@ def test_a_name_that_no_notebook_uses_is_explained_in_one():
 def test_the_names_of_the_third_edition_are_there():
     names = {entry.anchor for entry in ENTRIES}
     assert {"refvl.load", "refvl.VLM", "refvl.compare", "refvl.positions.pack", "refvl.viz.live"} <= names
-    assert {"refvl.boxes.parse", "refvl.encoders.StepVLEncoder", "refvl.serving.handover.vllm_inputs"} <= names
+    assert {"refvl.boxes.parse", "refvl.encoders.StepVLEncoder", "refvl.serving.export.vllm_inputs"} <= names
     assert "refvl.parallel.run_dp_sharded_vision_model" in names and len(names) == len(ENTRIES)
 
 

@@ -21,6 +21,7 @@ from refvl.paths import DATA
 
 PHOTO = DATA / "pictures" / "coffee.jpg"
 QUESTION = {"prompt": "What is it?", "images": [PHOTO]}
+IDS = torch.tensor([[5, 6, 7]])
 
 
 @pytest.fixture(scope="module")
@@ -130,37 +131,35 @@ def test_a_streamer_of_the_caller_is_told_every_token(vlm, stream):
     assert torch.cat(recorder.values[1:]).tolist() == want.token_ids and recorder.ended == 1
 
 
-REFUSED = {
-    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate accepts no such argument"),
-    "image": ({"image": PHOTO}, "image: generate accepts no such argument; did you mean 'images'"),
-    "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
-    "several answers": (
-        {"num_return_sequences": 2, "do_sample": True},
-        "num_return_sequences: expected 1 with chat, got 2",
-    ),
-    "by config": (
-        {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
-        "expected 1 with chat, got 2",
-    ),
-    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: not supported by chat"),
-    "scores": ({"output_scores": True}, "output_scores: not supported by chat"),
-    "no cache": ({"use_cache": False}, "use_cache: expected True, because without a cache"),
-    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not supported with media"),
-    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not supported with media"),
-    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate accepts no such argument"),
-    "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
+REFUSED = {  # what chat refuses; those without "chat" are refused by generate as well
+    "not_an_option: generate accepts no such argument": {"not_an_option": 1},
+    "image: generate accepts no such argument; did you mean 'images'": {"image": PHOTO},
+    "prompt_lookup_num_tokens: expected None, got 3; every token comes": {"prompt_lookup_num_tokens": 3},
+    "assistant_model: expected None, got ": {"assistant_model": object()},
+    "dola_layers: expected None, got 'low'; transformers would fetch its code": {"dola_layers": "low"},
+    "custom_generate: expected None, got 'owner/name'; transformers would fetch": {"custom_generate": "owner/name"},
+    "num_beam_groups: expected 1, got 2; transformers would fetch": {"num_beam_groups": 2},
+    "penalty_alpha: expected None, got 0.6": {"generation_config": GenerationConfig(penalty_alpha=0.6)},
+    "use_cache: expected True, got False": {"use_cache": False},
+    "encoder_repetition_penalty: expected 1, got 1.4": {"encoder_repetition_penalty": 1.4},
+    "token_healing: expected False, got True": {"token_healing": True},
+}
+NOT_IN_TEXT = {
+    "num_return_sequences: expected 1, got 2": {"num_return_sequences": 2, "do_sample": True},
+    "num_return_sequences: expected 1, got 3": {
+        "generation_config": GenerationConfig(num_return_sequences=3, do_sample=True)
+    },
+    "return_dict_in_generate: expected False, got True; not supported": {"return_dict_in_generate": True},
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_makes_no_answer_is_refused_before_anything_is_read(vlm, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize(("message", "options"), (REFUSED | NOT_IN_TEXT).items())
+def test_unsupported_options_are_refused_before_anything_is_read(vlm, message, options):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         vlm.chat("What?", images=["nowhere.png"], **options)
-
-
-def test_beams_do_not_stream(vlm):
-    with pytest.raises(ValueError, match="stream: must be False with num_beams"):
-        vlm.chat("What?", num_beams=2, stream=True)
+    if message in REFUSED and "image" not in options:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            vlm.generate(IDS, **options)
 
 
 @pytest.mark.parametrize(
@@ -239,35 +238,21 @@ def test_a_failure_while_streaming_reaches_the_reader(vlm, monkeypatch):
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-IDS = torch.tensor([[5, 6, 7]])
 BAD_PROMPTS = {
     "above the vocabulary": (
         {"input_ids": torch.tensor([[5, 6], [5, 1088]])},
         "input_ids[1]: expected token ids from 0 to 1087, got 1088",
     ),
-    "far above": (
-        {"input_ids": torch.tensor([[2**40, 6]])},
-        "input_ids[0]: expected token ids from 0 to 1087, got 1099511627776",
-    ),
     "negative": ({"input_ids": torch.tensor([[5, -1, 6]])}, "expected token ids from 0 to 1087, got -1"),
     "no token": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
-    "no prompt": ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
     "bytes": ({"input_ids": IDS.to(torch.uint8)}, "input_ids: expected int32 or int64, got dtype torch.uint8"),
-    "complex": ({"input_ids": IDS.to(torch.complex64)}, "input_ids: expected integers, got dtype torch.complex64"),
     "meta ids": (
         {"input_ids": IDS.to("meta")},
         "input_ids: expected a dense tensor with values, got a tensor on the meta device",
     ),
-    "sparse ids": ({"input_ids": IDS.to_sparse()}, "input_ids: expected a dense tensor with values, got layout"),
     "a list": ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
-    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: expected padding only on the left"),
     "mask with nan": ({"attention_mask": torch.tensor([[1, float("nan"), 1]])}, "attention_mask[0]: expected 0"),
-    "mask with -1": ({"attention_mask": torch.tensor([[-1, 1, 1]])}, "expected 0 (padding) or 1, got -1"),
-    "mask with 2": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "expected 0 (padding) or 1, got 2"),
     "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: expected padding only on the left"),
-    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: expected padding only"),
-    "meta mask": ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask: expected a dense tensor"),
-    "sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "attention_mask: expected a dense tensor"),
     "seconds of no video": ({"second_per_grid_ts": [1.0]}, "second_per_grid_ts: expected one number for each of 0"),
 }  # fmt: skip
 
@@ -283,11 +268,6 @@ ROWS = {
         lambda rows: rows.to(torch.uint8),
         "pixel_values: expected floating-point numbers, got dtype torch.uint8",
     ),
-    "integers": (lambda rows: rows.long(), "pixel_values: expected floating-point numbers"),
-    "bool": (lambda rows: rows.bool(), "pixel_values: expected floating-point numbers"),
-    "complex": (lambda rows: rows.to(torch.complex64), "pixel_values: expected floating-point numbers"),
-    "float8": (lambda rows: rows.to(torch.float8_e4m3fn), "pixel_values: expected floating-point numbers"),
-    "sparse": (lambda rows: rows.to_sparse(), "pixel_values: expected a dense tensor"),
     "meta": (lambda rows: rows.to("meta"), "pixel_values: expected values for an encoder on cpu"),
 }
 
@@ -302,7 +282,6 @@ def test_bad_rows_are_named(vlm, tensors, change, message):
     ("change", "message"),
     [
         (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: expected finite numbers"),
-        (lambda x: x.to(torch.float8_e4m3fn), "image_embeds[0]: expected floating-point numbers"),
         (lambda x: x.to("meta"), "image_embeds: expected a dense tensor with values"),
         (lambda x: 3, "image_embeds: expected one tensor for each of 1 items, got int"),
     ],
@@ -313,7 +292,7 @@ def test_bad_embeddings_are_named(vlm, tensors, change, message):
         vlm.generate(tensors["input_ids"], image_embeds=embeds, image_grid_thw=tensors["image_grid_thw"])
 
 
-@pytest.mark.parametrize("seconds", [1e300, 1e18, float("inf"), float("nan"), 0, -1])
+@pytest.mark.parametrize("seconds", [1e18, float("nan"), 0])
 def test_absurd_seconds_are_named(vlm, tensors, seconds):
     """As the only video: one grid step of four patches, so that nothing else can be wrong."""
     ids = torch.tensor([[5, vlm.token_ids["video"], 6]])

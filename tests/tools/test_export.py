@@ -1,26 +1,34 @@
-"""Folders of pictures to embeddings on disk. Oracle: `VLM.encode` of the same pictures, and the files themselves."""
+"""Folders of media to embeddings on disk, and what vLLM is given. Oracle: `VLM.encode` of the same media.
 
-import json
+A running vLLM 0.32 gave 160 of 160 images and 40 of 40 videos the answers of refvl when it was given these fields.
+"""
+
+import os
+import stat
 import subprocess
 import sys
 
 import pytest
+import torch
 from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
 from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from closeness import assert_agree
-from encode_processes import start
-from forked import torchrun_variables
 from PIL import Image
-from safetensors import safe_open
+from safetensors.torch import save_file
 
 import refvl
 from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.serving import export
-from refvl.serving.export import encode_folder, find_media, read_embeddings
-from refvl.serving.shards import UNFINISHED
+from refvl.serving.export import encode_folder, read_embeddings, read_header, vllm_inputs
 
-SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "c.webp": (30, 90), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
+CLIP = DATA / "clips" / "scene.mp4"
+SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
+MAKE = {
+    "GLM-4.1V": lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm4vProcessor"),
+    "MiniCPM-V 2.6": lambda folder: make_minicpmv_checkpoint(folder, "2.6"),
+    "Step3-VL": make_step3_checkpoint,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,244 +38,188 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vlm(checkpoint):
-    return refvl.load(checkpoint, progress=False)
+    return refvl.load(checkpoint, device="cpu", progress=False)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Cuts of a photograph, of different sizes, one of them deeper."""
+    """Crops of a photograph, of different sizes, one of them in a subfolder."""
     photo = Image.open(DATA / "pictures" / "coffee.jpg")
     for i, (name, (width, height)) in enumerate(SIZES.items()):
-        path = tmp_path / "pictures" / name
+        path = tmp_path / "media" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         photo.crop((40 * i, 30 * i, 40 * i + width, 30 * i + height)).save(path)
-    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
-    return tmp_path / "pictures"
-
-
-def shards(out):
-    return sorted(path.name for path in out.iterdir() if path.name != "manifest.json")
+    (tmp_path / "media" / "notes.txt").write_text("no image")
+    return tmp_path / "media"
 
 
 def check_equal(vlm, folder, out, names=SIZES):
-    """Everything that `names` say is in the manifest, and what the shards hold equals VLM.encode."""
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert list(manifest["images"]) == sorted(names)
+    """The files in `out` contain exactly these images, with the embeddings and the layouts of the model."""
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.*")) == [f"{n}.safetensors" for n in names]
     for name in names:
-        entry, got = manifest["images"][name], read_embeddings(out, name)
-        [want] = vlm.encode(images=[folder / name])
-        assert_agree(got, want, vlm.encoder)
-        assert entry["tokens"] == len(want) and entry["bytes"] == (folder / name).stat().st_size
-        [layout] = vlm.encoder.check_layouts([entry["layout"]])
-        assert layout == vlm.processor.layout_of(load_image(folder / name))
-        assert f"torch.{manifest['dtype']}" == str(got.dtype)
-    return manifest
+        header, got = read_header(out / f"{name}.safetensors"), read_embeddings(out, name)
+        image = load_image(folder / name)
+        assert_agree(got, vlm.encode([image])[0], vlm.encoder)
+        assert header["kind"] == "image" and tuple(header["size"]) == image.size
+        assert vlm.encoder.check_layouts([header["layout"]]) == [vlm.processor.layout_of(image)]
 
 
-def test_every_picture_is_encoded(vlm, folder, tmp_path):
-    manifest = encode_folder(vlm, folder, tmp_path / "out", progress=False)
-    assert check_equal(vlm, folder, tmp_path / "out") == json.loads(json.dumps(manifest))
-    assert shards(tmp_path / "out") == ["embeds-000-00000.safetensors"] and manifest["unreadable"] == {}
-
-
-def test_shards_hold_as_many_as_asked(vlm, folder, tmp_path):
-    encode_folder(vlm, folder, tmp_path / "out", shard_size=2, progress=False)
-    check_equal(vlm, folder, tmp_path / "out")
-    counts = []
-    for name in shards(tmp_path / "out"):
-        with safe_open(tmp_path / "out" / name, framework="pt") as shard:
-            counts.append(len(list(shard.keys())))
-    assert counts == [2, 2, 1]
-
-
-def test_small_batches_change_nothing(vlm, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "BATCH_PATCHES", 40)
-    encode_folder(vlm, folder, tmp_path / "out", shard_size=3, progress=False)
-    check_equal(vlm, folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize("family", ["GLM", "MiniCPM-V 2.6", "Step3-VL"])
-def test_other_families(family, folder, tmp_path):
-    """Grids, slices and crops: whatever a picture's layout is, the manifest says it so that the encoder reads it."""
-    if family == "GLM":
-        make_glm_checkpoint(tmp_path / "model", "glm4v", "Glm4vProcessor")
-    elif family == "Step3-VL":
-        make_step3_checkpoint(tmp_path / "model")
-    else:
-        make_minicpmv_checkpoint(tmp_path / "model", "2.6")
-    vlm = refvl.load(tmp_path / "model", progress=False)
+@pytest.mark.parametrize("family", MAKE)
+def test_layouts_of_other_families(family, folder, tmp_path):
+    """Grids, slices and crops: the encoder accepts the layout in the file."""
+    MAKE[family](tmp_path / "model")
+    vlm = refvl.load(tmp_path / "model", device="cpu", progress=False)
     encode_folder(vlm, folder, tmp_path / "out", progress=False)
     check_equal(vlm, folder, tmp_path / "out")
 
 
-def test_graphs_encode_as_well(vlm, checkpoint, folder, tmp_path):
-    graphs = {"budgets": [16, 64], "max_items": 4}
-    encode_folder(refvl.load(checkpoint, graphs=graphs, progress=False), folder, tmp_path / "out", progress=False)
+@pytest.mark.parametrize("limit", [40, export.BATCH_PATCHES])
+def test_items_are_encoded_together(vlm, folder, tmp_path, monkeypatch, limit):
+    """The numbers of images per call of `encode`: within 40 patches, only the first two (36 + 32) exceed it alone."""
+    calls, encode = [], vlm.encode
+    monkeypatch.setattr(export, "BATCH_PATCHES", limit)
+    monkeypatch.setattr(vlm, "encode", lambda images, videos, **kw: calls.append(len(images)) or encode(images, **kw))
+    result = encode_folder(vlm, folder, tmp_path / "out", progress=False)
+    monkeypatch.undo()
+    assert result == {"encoded": sorted(SIZES), "skipped": [], "failed": {}}
+    assert calls == ([1, 1, 1, 1] if limit == 40 else [4])
     check_equal(vlm, folder, tmp_path / "out")
 
 
-# --- killed and continued ---------------------------------------------------------------------------------------------
+def test_a_second_run_encodes_only_what_changed(vlm, folder, tmp_path):
+    out = tmp_path / "out"
+    encode_folder(vlm, folder, out, progress=False)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    Image.new("RGB", (64, 90), "blue").save(folder / "a.png")
+    os.utime(folder / "b.jpg", ns=(0, 0))
+    Image.new("RGB", (90, 40), "red").save(folder / "new.png")
+    result = encode_folder(vlm, folder, out, progress=False)
+    assert result == {"encoded": ["a.png", "b.jpg", "new.png"], "skipped": ["sub/a.png", "z.PNG"], "failed": {}}
+    assert {path for path, time in before.items() if path.stat().st_mtime_ns == time} == {
+        out / "sub/a.png.safetensors", out / "z.PNG.safetensors"
+    }  # fmt: skip
+    check_equal(vlm, folder, out, sorted([*SIZES, "new.png"]))
 
 
 class Killed(BaseException):
-    """Like a signal: nothing catches it on the way."""
+    """Like a signal: nothing catches it."""
 
 
-def killed_after(encode, calls):
-    def encode_or_die(*args, **kwargs):
-        nonlocal calls
-        calls -= 1
-        if calls < 0:
-            raise Killed
-        return encode(*args, **kwargs)
-
-    return encode_or_die
-
-
-def test_a_killed_run_is_continued(vlm, folder, tmp_path, monkeypatch):
-    """After the kill two shards stand, whole, and no manifest; the next run encodes the rest and touches neither."""
-    out = tmp_path / "out"
-    monkeypatch.setattr(export, "BATCH_PATCHES", 1)
+def test_a_killed_run_leaves_only_whole_files(vlm, folder, tmp_path, monkeypatch):
+    """It is killed before the second file gets its name; the next run skips the first file."""
+    out, replace = tmp_path / "out", os.replace
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(vlm, "encode", killed_after(vlm.encode, 2))
-        encode_folder(vlm, folder, out, shard_size=1, progress=False)
-    before = {name: (out / name).stat().st_mtime_ns for name in shards(out)}
-    assert len(before) == 2 and not (out / "manifest.json").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(vlm, "encode", killed_after(vlm.encode, 3))  # the other three, not one more
-        encode_folder(vlm, folder, out, shard_size=1, progress=False)
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before and len(shards(out)) == 5
-    check_equal(vlm, folder, out)
+
+        def killed_at_the_second(partial, target):
+            if target.name == "b.jpg.safetensors":
+                raise Killed
+            replace(partial, target)
+
+        patch.setattr(os, "replace", killed_at_the_second)
+        encode_folder(vlm, folder, out, progress=False)
+    assert [path.name for path in out.glob("[!.]*")] == ["a.png.safetensors"]
+    assert encode_folder(vlm, folder, out, progress=False)["skipped"] == ["a.png"]
+    assert torch.equal(read_embeddings(out, "b.jpg"), vlm.encode([folder / "b.jpg"])[0])
 
 
-def test_killed_while_writing_leaves_nothing_half(vlm, folder, tmp_path):
-    """A kill leaves files that were being written, in a folder where no reader looks and the next run cleans up."""
-    out = tmp_path / "out"
-    (out / UNFINISHED).mkdir(parents=True)
-    for name in ("embeds-000-00000.safetensors", ".tmpV2CODy"):
-        (out / UNFINISHED / name).write_bytes(b"half")
-    encode_folder(vlm, folder, out, progress=False)
-    assert shards(out) == ["embeds-000-00000.safetensors"]
-    check_equal(vlm, folder, out)
-
-
-def test_a_finished_folder_is_not_encoded_again(vlm, folder, tmp_path, monkeypatch):
-    first = encode_folder(vlm, folder, tmp_path / "out", progress=False)
-    monkeypatch.setattr(vlm, "encode", killed_after(vlm.encode, 0))
-    assert encode_folder(vlm, folder, tmp_path / "out", progress=False) == first
-
-
-def test_new_changed_and_removed_pictures(vlm, folder, tmp_path):
-    """The manifest says what the folder holds now."""
+def test_other_settings_and_foreign_files_are_refused(vlm, folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     encode_folder(vlm, folder, out, progress=False)
-    Image.new("RGB", (90, 40), "red").save(folder / "new.png")
-    Image.new("RGB", (64, 90), "blue").save(folder / "a.png")
-    (folder / "b.jpg").unlink()
-    manifest = encode_folder(vlm, folder, out, progress=False)
-    check_equal(vlm, folder, out, sorted({*SIZES, "new.png"} - {"b.jpg"}))
-    new = {name for name, entry in manifest["images"].items() if entry["shard"] == "embeds-000-00001.safetensors"}
-    assert new == {"new.png", "a.png"}
+    other = refvl.load(make_checkpoint(tmp_path / "other", seed=1), device="cpu", progress=False)
+    monkeypatch.setattr(other, "encode", None)
+    with pytest.raises(ValueError, match=r"^out: .*a.png.safetensors was written with a different model or dtype"):
+        encode_folder(other, folder, out, progress=False)
+    save_file({"embeds": torch.ones(2)}, out / "z.PNG.safetensors")
+    (out / "b.jpg.safetensors").write_bytes(b"cut")
+    for name in ("b.jpg", "z.PNG"):
+        with pytest.raises(ValueError, match=f"^out: .*{name}.safetensors was not written by `refvl encode`"):
+            encode_folder(vlm, folder, out, progress=False)
+        (out / f"{name}.safetensors").unlink()
 
 
-def test_another_model_is_refused(vlm, folder, tmp_path):
-    encode_folder(vlm, folder, tmp_path / "out", progress=False)
-    other = refvl.load(make_checkpoint(tmp_path / "other", seed=1), progress=False)
-    with pytest.raises(
-        ValueError, match=r"out: .*embeds-000-00000.safetensors contains embeddings of a different model"
-    ):
-        encode_folder(other, folder, tmp_path / "out", progress=False)
+def test_a_list_of_files(vlm, folder, tmp_path):
+    result = encode_folder(vlm, [folder / "b.jpg", str(folder / "sub"), "gone.png"], tmp_path / "out", progress=False)
+    assert result["encoded"] == ["a.png", "b.jpg"] and list(result["failed"]) == ["gone.png"]
+    with pytest.raises(ValueError, match=r"^media: .*a.png and .*sub/a.png have the same name"):
+        encode_folder(vlm, [folder, folder / "sub"], tmp_path / "out", progress=False)
 
 
-def test_a_damaged_shard_is_named(vlm, folder, tmp_path):
-    encode_folder(vlm, folder, tmp_path / "out", progress=False)
-    shard = tmp_path / "out" / "embeds-000-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="embeds-000-00000.safetensors is damaged .* remove it"):
-        encode_folder(vlm, folder, tmp_path / "out", progress=False)
+def test_a_batch_that_fails_is_encoded_one_by_one(vlm, folder, tmp_path, monkeypatch):
+    encode = vlm.encode
+
+    def fails_for_one(images, videos, **options):
+        if any(image.size == SIZES["b.jpg"] for image in images):
+            raise RuntimeError("out of memory")
+        return encode(images, videos, **options)
+
+    monkeypatch.setattr(vlm, "encode", fails_for_one)
+    result = encode_folder(vlm, folder, tmp_path / "out", progress=False)
+    assert result["failed"] == {"b.jpg": "out of memory"} and len(result["encoded"]) == 3
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-def test_the_command_encodes(shell, vlm, checkpoint, folder, tmp_path):
-    status, out, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
-    assert (status, out, err) == (0, f"5 images in {tmp_path / 'out'}\n", "")
-    check_equal(vlm, folder, tmp_path / "out")
-
-
-def test_data_parallel_without_torchrun_is_one_rank(shell, vlm, checkpoint, folder, tmp_path):
-    assert shell("encode", checkpoint, folder, "--out", tmp_path / "out", "--data-parallel")[0] == 0
-    check_equal(vlm, folder, tmp_path / "out")
-
-
-def test_unreadable_pictures_are_named_and_the_others_encoded(shell, vlm, checkpoint, folder, tmp_path):
-    """One line each, and exit status 1."""
+def test_the_command(shell, vlm, checkpoint, folder, tmp_path, monkeypatch):
+    """Two items cannot be read: each is one line, and the exit status is 1. Then two mistakes."""
     (folder / "broken.jpg").write_bytes((DATA / "pictures" / "coffee.jpg").read_bytes()[:3000])
-    (folder / "text.png").write_text("no picture")
     Image.new("RGB", (900, 4)).save(folder / "thin.png")
-    status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
-    lines = err.splitlines()
-    assert status == 1 and len(lines) == 3
-    assert "broken.jpg" in lines[0] and "text.png" in lines[1] and "200" in lines[2]
-    manifest = check_equal(vlm, folder, tmp_path / "out")
-    assert sorted(manifest["unreadable"]) == ["broken.jpg", "text.png", "thin.png"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["NOWHERE"], "folder: expected a folder, a .tar file or a list (.txt, .lst), got NOWHERE"),
-        (["EMPTY"], "contains no image that Pillow can read"),
-        (["EMPTY", "--shard-size", "0"], "shard_size: must be at least 1, got 0"),
-    ],
-)
-def test_a_mistake_is_one_line(shell, checkpoint, tmp_path, arguments, message):
-    (tmp_path / "EMPTY").mkdir()
-    arguments = [tmp_path / "EMPTY" if a == "EMPTY" else a for a in arguments]
-    status, out, err = shell("encode", checkpoint, *arguments, "--out", tmp_path / "out")
-    assert (status, out, err.count("\n")) == (1, "", 1) and err.startswith("refvl: ") and message in err
-
-
-def test_several_processes_must_share(shell, monkeypatch, checkpoint, folder, tmp_path):
+    status, out, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
+    assert (status, out) == (1, f"4 encoded, 0 skipped in {tmp_path / 'out'}\n")
+    assert [line.split(":")[1] for line in err.splitlines()] == [" broken.jpg", " thin.png"]
+    check_equal(vlm, folder, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    status, _, err = shell("encode", checkpoint, tmp_path / "empty", "--out", tmp_path / "out")
+    assert status == 1 and err.startswith("refvl: media: ") and err.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
-    assert status == 1 and "add --data-parallel" in err and not (tmp_path / "out").exists()
-
-
-def by_torchrun(arguments, folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout, done.stderr
-
-
-def as_torchrun_does(arguments, folder):
-    """The same two processes with the same variables, without its ten seconds of imports."""
-    out, err = folder / "stdout", folder / "stderr"
-    processes = [start(arguments, out, errors=err, environment=variables) for variables in torchrun_variables(2)]
-    for process in processes:
-        process.join(600)
-    return max(process.exitcode for process in processes), out.read_text(), err.read_text()
+    assert "add --data-parallel" in shell("encode", checkpoint, folder, "--out", tmp_path / "out")[2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("launch", [as_torchrun_does, pytest.param(by_torchrun, marks=pytest.mark.slow)])
-def test_two_processes_share_the_work(vlm, checkpoint, folder, tmp_path, launch):
-    """The two ranks write a shard each, and nobody waits for ever on a broken picture; when a shard is lost, a
-    single process makes that one again."""
-    out = tmp_path / "out"
-    (folder / "text.png").write_text("no picture")
-    status, said, errors = launch(["encode", checkpoint, folder, "--out", out, "--data-parallel"], tmp_path)
-    assert status != 0 and said.count("5 images in") == 1, errors
-    assert errors.count("refvl: text.png: ") == 1 and "text.png" in errors
-    assert shards(out) == ["embeds-000-00000.safetensors", "embeds-001-00000.safetensors"]
-    check_equal(vlm, folder, out)
-    (out / "embeds-001-00000.safetensors").unlink()
-    (folder / "text.png").unlink()
+def test_two_ranks_share_the_work(vlm, checkpoint, folder, tmp_path):
+    (folder / "text.png").write_text("no image")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
+    command = [*torchrun, "encode", checkpoint, folder, "--out", tmp_path / "out", "--device", "cpu", "--data-parallel"]
+    shared = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
+    assert shared.returncode and shared.stdout.count("4 encoded, 0 skipped") == 1, shared.stderr
+    assert shared.stderr.count("refvl: text.png: ") == 1
+    check_equal(vlm, folder, tmp_path / "out")
+
+
+# --- for vLLM ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_and_videos_for_vllm(vlm, folder, tmp_path):
+    out, images = tmp_path / "out", [folder / "sub/a.png", folder / "b.jpg"]
+    (folder / "clip.mp4").write_bytes(CLIP.read_bytes())
     encode_folder(vlm, folder, out, progress=False)
-    assert shards(out) == ["embeds-000-00000.safetensors", "embeds-000-00001.safetensors"]
-    assert check_equal(vlm, folder, out)["unreadable"] == {}
+    given = vllm_inputs(out, ["sub/a.png", "clip.mp4", "b.jpg"])
+    trace = vlm.trace("Hm?", images=images, videos=[CLIP], max_new_tokens=1)
+    rate = vlm.config.vision_config.tokens_per_second
+    assert list(map(set, given.values())) == [
+        {"image_embeds", "image_grid_thw"}, {"video_embeds", "video_grid_thw", "second_per_grid_ts"}
+    ]  # fmt: skip
+    assert_agree(given["image"]["image_embeds"], torch.cat(trace.embeds[:2]), vlm.encoder)
+    assert_agree(given["video"]["video_embeds"], trace.embeds[2], vlm.encoder)
+    grids = [*given["image"]["image_grid_thw"].tolist(), *given["video"]["video_grid_thw"].tolist()]
+    assert list(map(tuple, grids)) == trace.layouts
+    assert given["video"]["second_per_grid_ts"].tolist() == pytest.approx(
+        [trace.patches[2].media_tokens.t_factor / rate]
+    )
+    assert (out / "b.jpg.safetensors").stat().st_mode & stat.S_IROTH, "an engine may run as another user"
+    with pytest.raises(TypeError, match="^names: expected a list of names, got 'b.jpg'"):
+        vllm_inputs(out, "b.jpg")
+    with pytest.raises(FileNotFoundError, match="gone.jpg"):
+        vllm_inputs(out, ["gone.jpg"])
 
 
-def test_find_media_sorts_by_name(folder):
-    assert [image.name for image in find_media(folder)] == sorted(SIZES)
+def test_minicpmv_needs_the_sizes_of_images(folder, tmp_path):
+    (folder / "clip.mp4").write_bytes(CLIP.read_bytes())
+    for family, make in list(MAKE.items())[:2]:
+        make(tmp_path / family)
+        vlm = refvl.load(tmp_path / family, device="cpu", progress=False)
+        encode_folder(vlm, folder, tmp_path / f"out {family}", progress=False)
+    given = vllm_inputs(tmp_path / "out MiniCPM-V 2.6", ["b.jpg", "a.png"])
+    assert given["image"]["image_sizes"].tolist() == [[120, 60], [84, 84]]
+    assert all(map(torch.equal, given["image"]["image_embeds"], vlm.encode([folder / "b.jpg", folder / "a.png"])))
+    with pytest.raises(ValueError, match="names: expected images, because vLLM does not pack frames"):
+        vllm_inputs(tmp_path / "out MiniCPM-V 2.6", ["clip.mp4"])
+    with pytest.raises(ValueError, match="^out: expected embeddings that vLLM accepts .Qwen2.5-VL, .* got GLM-4.1V"):
+        vllm_inputs(tmp_path / "out GLM-4.1V", ["a.png"])

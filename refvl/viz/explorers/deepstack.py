@@ -13,8 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.model import VLM
-from refvl.pixels.media import load_image
-from refvl.serving.images import is_video
+from refvl.pixels.media import is_video, load_image
 from refvl.study.report import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import HIGHLIGHT, KEPT
