@@ -1,18 +1,16 @@
-"""A comparison of two runs, on disk or in memory: the first stage that differs, and why.
+"""A comparison of two runs, on disk or in memory: the first stage that differs, where, and by how much.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
-    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, where and why
+    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, and where
 
 A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's stages. Other software can
 write folders of the same form, with some or all stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
 import html
-import itertools
 import json
-import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,14 @@ from torch import Tensor
 
 from refvl.checkpoints import open_shard
 from refvl.checks import check_number, is_grid, read_json
+from refvl.positions import MediaSpan
 from refvl.positions.rotary import merge_block_coordinates
-from refvl.study.text_causes import explain
-from refvl.study.tower_causes import explain_tower
+from refvl.study.causes import proven_cause
 
-FORMAT, TENSORS, MANIFEST = "refvl stages 1", "stages.safetensors", "manifest.json"
-STAGES = {  # stage -> dimensions of its tensors; None: 1 or 2
-    "patchify": 2, "encode": 2, "prune": 1, "merge": None, "positions": 2, "prefill": None, "decode tokens": 1,
-}  # fmt: skip
+FORMAT, TENSORS, MANIFEST = "refvl stages 2", "stages.safetensors", "manifest.json"
+STAGES = ("patchify", "encode", "prune", "merge", "positions", "prefill", "decode tokens")
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # a fraction of the norm: a bfloat16 tower differs by less, a wrong tower almost always by more
 RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
 GROWTH = 8  # a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
 
@@ -43,37 +38,25 @@ class Stages:
     """The results of each stage of a run: tensors by "stage/what", in the order of the stages.
 
     source: the software that produced the run. layouts: one per item: (t, h, w) in patches, or None if the layout is
-    not a grid.
-    files: digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, if it is
-    known.
+    not a grid. spans: the spans of the media in the prompt, if they are known and nothing was pruned.
     """
 
     tensors: dict[str, Tensor]
     source: str
     layouts: list = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    inputs: str = ""
+    spans: list[MediaSpan] = field(default_factory=list)
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must be new or empty, in one step, so other processes see either nothing or everything.
-
-        Raises FileExistsError for a folder that contains files, and for a file.
-        """
+        """Write `folder`, which must be new or empty; raise FileExistsError for a file or a folder with files."""
         folder = Path(folder)
-        if folder.exists() and not folder.is_dir():
-            raise FileExistsError(f"folder: expected a new or empty folder, got the file {folder}")
-        if folder.exists() and any(folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
             raise FileExistsError(f"folder: {folder} already contains files; choose a different folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
-        about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
-        about |= {"files": self.files, "inputs": self.inputs}
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            unfinished = Path(temporary, folder.name)
-            unfinished.mkdir()
-            save_file(tensors, unfinished / TENSORS)
-            (unfinished / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-            unfinished.replace(folder)
+        save_file(tensors, folder / TENSORS)
+        about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": list(tensors)}
+        about["spans"] = [astuple(span) for span in self.spans]
+        (folder / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Stages":
@@ -85,38 +68,12 @@ class Stages:
         if missing := [path.name for path in (manifest, file) if not path.is_file()]:
             raise FileNotFoundError(f"{folder}: contains no saved stages ({missing[0]} is missing)")
         about = read_json(manifest)
-        promised, layouts = about.get("tensors"), about.get("layouts")
-        if about.get("format") != FORMAT or not isinstance(promised, dict) or not isinstance(layouts, list):
+        if about.get("format") != FORMAT:
             raise ValueError(f"{manifest}: expected a manifest of saved stages (format {FORMAT!r})")
         with open_shard(file) as stored:
-            found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        shapes = _shapes(found)
-        if shapes != promised:
-            differing = min(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
-            raise ValueError(f"{file}: expected the tensors listed in {MANIFEST}, but {differing!r} differs")
-        for name, x in found.items():
-            stage, _, what = name.partition("/")
-            if stage not in STAGES or not what:
-                raise ValueError(
-                    f"{manifest}: expected names of the form stage/name, with a stage from {list(STAGES)}, got {name!r}"
-                )
-            if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
-                wanted = f"real numbers in {STAGES[stage] or '1 or 2'} dimension(s) for {name!r}"
-                raise ValueError(f"{file}: expected {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
-        grids = [tuple(x) if is_grid(x) else None for x in layouts]
-        files = about.get("files")
-        return cls(
-            {name: found[name] for name in promised},
-            str(about.get("source")),
-            grids,
-            files if isinstance(files, dict) else {},
-            str(about.get("inputs") or ""),
-        )
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
-    """Return the dtype and shape of each tensor, in the form in which a manifest lists them."""
-    return {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
+            tensors = {name: stored.get_tensor(name) for name in about["tensors"]}
+        layouts = [tuple(layout) if is_grid(layout) else None for layout in about["layouts"]]
+        return cls(tensors, about["source"], layouts, [MediaSpan(*span) for span in about["spans"]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,9 +85,7 @@ class Difference:
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
     beyond: str = ""  # the number of rows, and the location of the first one
-    cause: str = ""  # the usual cause of such a difference, or the cause that was found
-    row: int = 0  # the index of the first row beyond tolerance
-    tried: bool = False  # whether the cause was confirmed by running the model with it
+    cause: str = ""  # the cause that a recomputation proved; "" if none did
 
     def __str__(self) -> str:
         if not self.differs:
@@ -146,7 +101,6 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # differing files of the models; "media" if the media differ
 
     @property
     def first(self) -> Difference | None:
@@ -162,8 +116,7 @@ class Comparison:
         """The result in one sentence."""
         if self.first is None:
             return "no difference in the stages that both recorded"
-        kind = "cause" if self.first.tried else "usual cause"
-        return f"first difference: {self.first.name}; {kind}: {self.first.cause}"
+        return f"first difference: {self.first.name}; {self.first.cause or 'no cause was proven'}"
 
     def __repr__(self) -> str:
         lines = [f"  {name:<24}{found}" for name, found in self._cells()]
@@ -175,8 +128,7 @@ class Comparison:
 
     def _cells(self) -> list[tuple[str, str]]:
         alone = [(name, "not recorded by both") for name in self.not_in_both]
-        differing = [("files that differ", ", ".join(self.files))] if self.files else []
-        return [(row.name, str(row)) for row in self.rows] + alone + differing
+        return [(row.name, str(row)) for row in self.rows] + alone
 
 
 def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -190,57 +142,29 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
-    """Find where two runs first differ, and why. Each run is a `Trace`, `Stages`, or a folder that either saved.
+    """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`, or a folder that either saved.
 
     A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default, rtol is 1e-3 up to
     the positions; in the text model it is the expected rounding error (see `rounding`). Integers and masks must be
     equal, and nan and inf must be in the same places. Stages that only one run recorded are listed but not compared.
-    model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
-    tested one by one (`refvl.study.text_causes`). This takes a few hundred forwards of the layers up to that
-    difference. Raises TypeError or ValueError, naming the argument; the runs must share a stage.
+    model: the `VLM` of one of the runs, which recomputes the first stage that differs, to prove a cause
+    (`refvl.study.causes`). Raises TypeError or ValueError, naming the argument; the runs must share a stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not check_number(tolerance, name) >= 0:
             raise ValueError(f"{name}: must be 0 or more, got {tolerance}")
-    if model is not None and not hasattr(model, "language_model"):
-        raise TypeError(f"model: expected a VLM, as refvl.load returns, got {type(model).__name__}")
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
     if not names:
         raise ValueError(f"a, b: {ours.source} and {theirs.source} share no recorded stage")
-    order = list(STAGES)
-    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable, so each stage keeps the recorded order
+    names.sort(key=lambda name: STAGES.index(name.split("/")[0]))  # stable, so each stage keeps the recorded order
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
-    alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
-    known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
-    files = [name for name in known if ours.files.get(name) != theirs.files.get(name)]
-    if known and not files and ours.inputs != theirs.inputs:
-        files = ["media"]
-    found = Comparison(ours.source, theirs.source, rows, alone, files)
+    found = Comparison(ours.source, theirs.source, rows, sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
     if model is not None and found.first is not None:
-        rows[rows.index(found.first)] = _tried(found.first, model, ours, theirs)
+        media = getattr(a, "media", None) or getattr(b, "media", None) or []
+        cause = proven_cause(found.first.name, model, ours, theirs, media)
+        rows[rows.index(found.first)] = replace(found.first, cause=cause)
     return found
-
-
-def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
-    """Return the first difference, with its cause if one of the tested causes explains it."""
-    if "nan" in f"{first.largest} {first.scale}":  # the shapes or the model's inputs differ
-        return first
-    stage, what = first.name.split("/", 1)
-    explained = None
-    if stage == "prefill":
-        row = first.row if first.name == STATES else len(ours.tensors.get(STATES, ()))
-        explained = explain(model.language_model, ours.tensors, theirs.tensors, row)
-    elif stage == "encode" and (rows := ours.tensors.get(f"patchify/{what}")) is not None and ours.layouts[int(what)]:
-        embeds = ours.tensors[first.name], theirs.tensors[first.name]
-        explained = explain_tower(model.encoder, rows, ours.layouts, int(what), *embeds)
-    if explained is None:
-        return first
-    side, cause = explained
-    where = f"in {side} ({(ours if side == 'a' else theirs).source})"
-    if not cause:
-        return replace(first, cause=f"{first.cause}; {where}, and no known cause explains it")
-    return replace(first, cause=f"{cause}, {where}", tried=True)
 
 
 def _stages(run: Any, name: str) -> Stages:
@@ -256,7 +180,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
     a, b = ours.tensors[name], theirs.tensors[name]
     if a.shape != b.shape:
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
+        return Difference(name, True, float("nan"), float("nan"), shapes)
     if name == MARGINS:
         a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # up to the first token that differs
     exact = not a.is_floating_point() and not b.is_floating_point()
@@ -272,8 +196,9 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
     rows = by_row.reshape(len(by_row), -1).any(1)
     row = int(rows.int().argmax())
     beyond = f"{int(rows.sum())} of {len(rows)} rows, the first {_place(name, row, ours.layouts, len(rows))}"
-    cause = _cause_in_text(name, row, ours, theirs) if name in (STATES, LOGITS, NEW_TOKENS, MARGINS) else ""
-    return Difference(name, True, largest, scale, beyond, cause or _cause(name, a, b), row)
+    if name == NEW_TOKENS:
+        beyond += _tie(row, ours, theirs)
+    return Difference(name, True, largest, scale, beyond)
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
@@ -344,92 +269,10 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     return f"at item {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
 
 
-CAUSES_OF_SHAPES = {
-    "patchify": "resize: different limits (min_pixels, max_pixels), or a different image",
-    "encode": "resize: different limits; or a different merge size",
-    "prune": "a different number of tokens before pruning",
-    "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
-    "positions": "tokens: a different prompt",
-    "prefill": "a different text model",
-    "decode tokens": "a different number of new tokens",
-}
-
-
-def _cause(name: str, a: Tensor, b: Tensor) -> str:
-    """Return the usual cause of a difference between two tensors of the same shape."""
-    stage, what = name.split("/", 1)
-    x, y = a.float(), b.float()
-    is_rounded = float((x - y).norm()) < ROUNDING * float(y.norm())
-    if is_rounded and a.dtype != b.dtype:
-        return f"precision: {a.dtype} against {b.dtype}".replace("torch.", "")
-    if stage == "prune":
-        return "pruning: a different rule or rate, or embeddings that almost tie"
-    if what == "input_ids":
-        return "tokens: chat template or tokenizer"
-    if stage == "positions":
-        return _cause_of_positions(x, y)
-    if not (x.isfinite().all() and y.isfinite().all()):
-        return "overflow: inf or nan, as beyond 65,504 in float16"
-    if stage == "patchify":
-        return "order: the patch rows (merge-block or row-major)" if _is_permuted(x, y) else _cause_of_pixels(x, y)
-    if is_rounded:
-        return "precision: a tower in bfloat16 or float16, TF32, or different kernels"
-    if _is_permuted(x, y):
-        return "order: the same rows in different positions (a window order that was not undone, media exchanged)"
-    return "weights; or positions and attention inside the tower" if stage == "encode" else "weights of the embedding"
-
-
-def _is_permuted(x: Tensor, y: Tensor) -> bool:
-    """Return whether the rows are equal but in a different order; each row is represented by one random projection."""
-    direction = torch.randn(x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(0))
-    a, b = x @ direction, y @ direction
-    near = 1e-3 * b.abs().max()
-    return bool((a.sort().values - b.sort().values).abs().max() < near <= (a - b).abs().max())
-
-
-def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
-    """Return the cause: the normalisation if y is a multiple of x plus a constant in every channel; else the resize."""
-    if x.shape[1] % 3 == 0:
-        x, y = (rows.reshape(len(rows), 3, -1).transpose(0, 1).reshape(3, -1) for rows in (x, y))
-        centred = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
-        slope = (centred[0] * centred[1]).sum(1) / centred[0].square().sum(1).clamp(min=1e-12)
-        rest = centred[1] - slope[:, None] * centred[0]
-        if rest.abs().max() < 1e-3 * y.abs().max():
-            return "normalisation: mean, std or scale of a channel"
-    return "resize: different filter, antialiasing, decoder, or order of channels"
-
-
-def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """Return the cause of different positions x and y, (3, L); the same shift on all axes means shifted text."""
-    moved = x - y
-    uneven = (moved != moved[:1]).any(0)
-    if not uneven.any():
-        return "positions: how far an item moves the text after it (max(h, w), or its largest position + 1)"
-    for order in itertools.permutations(range(3)):
-        if torch.equal(x[list(order)], y):
-            return f"positions: order of the axes ({', '.join('thw'[axis] for axis in order)} instead of t, h, w)"
-    if torch.equal(moved[1, uneven], moved[2, uneven]):
-        return "positions: seconds between frames, because only axis t differs inside an item"
-    return "positions: order of the axes, seconds between frames, or text numbered without media"
-
-
-def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
-    """Return the usual cause of a difference in the text model; `explain` tests which cause applies."""
-    if name == STATES:
-        parts = "its norms, rotary, attention or weights" if row else "the embedding of the last token"
-        deeper = row > 1 and "merge/deepstack" in {**ours.tensors, **theirs.tensors}
-        return f"layer {max(row - 1, 0)}: {parts}" + f", or deepstack of layer {row - 2}" * deeper
-    if name == LOGITS:
-        return "head: the final norm, or the weights of the output"
-    margins = [run.tensors[MARGINS] for run in (ours, theirs) if MARGINS in run.tensors]
-    if name == MARGINS:
-        return "decoding: positions of new tokens, or their cache" if row else "head: the output's weights or scale"
+def _tie(row: int, ours: Stages, theirs: Stages) -> str:
+    """Describe how close the best two logits of a token are, beside the difference that rounding explains."""
+    margins = [float(run.tensors[MARGINS][row]) for run in (ours, theirs) if row < len(run.tensors.get(MARGINS, ()))]
     if len(margins) < 2 or LOGITS not in theirs.tensors:
-        return "weights or kernels of the text model; two tokens that almost tie"
-    margin = min(float(x[row]) for x in margins if row < len(x))
+        return ""
     tie = 2 * rounding(ours, theirs) * float(theirs.tensors[LOGITS].float().abs().max())
-    if margin <= tie:
-        return f"two tokens that almost tie: their logits are {margin:.2g} apart, and rounding explains {tie:.2g}"
-    if row == 0:
-        return "decoding: the same logits, a different choice (sampling, a penalty, suppressed tokens)"
-    return f"decoding: positions of new tokens, or their cache; no tie, because the best two are {margin:.2g} apart"
+    return f"; its best two logits are {min(margins):.2g} apart, and rounding explains {tie:.2g}"

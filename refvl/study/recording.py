@@ -119,4 +119,4 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     made = {"prefill/last_states": readout.last_states, "prefill/first_logits": readout.first_logits}
     made |= {"decode tokens/token_ids": ids, "decode tokens/margins": readout.margins(len(ids))}
     found |= {name: x for name, x in made.items() if x is not None}
-    return Stages({name: x.cpu() for name, x in found.items()}, source, layouts)
+    return Stages({name: x.cpu() for name, x in found.items()}, source, layouts, trace.spans)

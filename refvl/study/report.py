@@ -71,7 +71,8 @@ class Trace(Record):
         found |= {"decode tokens/token_ids": torch.tensor(self.token_ids), "decode tokens/margins": self.margins}
         made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
         grids = [layout if is_grid(layout) else None for layout in self.layouts]
-        return Stages(made, f"refvl {refvl.__version__}", grids)
+        any_pruned = any(mask is not None for mask in self.keep_masks)
+        return Stages(made, f"refvl {refvl.__version__}", grids, [] if any_pruned else self.spans)
 
     def save(self, folder: str | Path) -> None:
         """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`."""

@@ -319,10 +319,10 @@ def compare(
         "text model")] = None,
     atol: Annotated[float, typer.Option(help="absolute tolerance, added to the relative tolerance")] = 0.0,
     model: Annotated[
-        str | None, typer.Option(help="the checkpoint of one of the runs, to test possible causes of a difference")
+        str | None, typer.Option(help="the checkpoint of one of the runs, to prove the cause of a difference")
     ] = None,
 ):  # fmt: skip
-    """Compare two saved runs: print the first difference, its size, its location and its usual cause.
+    """Compare two saved runs: print the first difference, its size, its location and its cause, if one was proven.
 
     The exit status is 1 if they differ.
     """

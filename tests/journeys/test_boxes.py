@@ -14,17 +14,7 @@ from refvl.study import boxes
 from refvl.study.boxes import Region, find_regions, from_picture, parse, to_picture
 
 BOTH = ("Qwen2.5-VL", "Qwen3-VL")  # pixels of the resized image; 0 to 1000
-UNDOCUMENTED = (
-    "Step3-VL",
-    "step3_vl",
-    "GLM-OCR",
-    "glm_ocr",
-    "GLM-GA",
-    "MiniCPM-V 2.0",
-    "MiniCPM-V 2.5",
-    "GLM-4V-9B",
-    "",
-)
+UNDOCUMENTED = ("Step3-VL", "step3_vl", "GLM-OCR", "MiniCPM-V 2.0", "MiniCPM-V 2.5", "GLM-4V-9B", "")
 
 sides = st.integers(28, 5000)
 
@@ -94,41 +84,25 @@ def test_the_resized_size_is_the_grid_times_the_patch(width, height):
     assert boxes.space_of("Qwen2.5-VL", (14 * w, 14 * h)) == (new_width, new_height)
 
 
-@pytest.mark.parametrize(
-    "given_boxes",
-    [[[1, 2, 3, 4]], (1, 2, 3, 4), np.array([[1.0, 2, 3, 4]]), torch.tensor([[1, 2, 3, 4]]), np.arange(1, 5)],
-)
-def test_boxes_may_be_sequences_and_arrays(given_boxes):
-    assert to_picture(given_boxes, picture=(2000, 1000), family="Qwen3-VL").tolist() == [[2, 2, 6, 4]]
-
-
-def test_no_boxes_are_no_boxes():
-    for none in ([], torch.zeros(0, 4), np.zeros((0, 4))):
-        assert to_picture(none, picture=(5, 5), family="Qwen3-VL").shape == (0, 4)
+def test_boxes_may_be_sequences_and_arrays():
+    for boxes_of_one in ([[1, 2, 3, 4]], (1, 2, 3, 4), np.arange(1, 5)):
+        assert to_picture(boxes_of_one, picture=(2000, 1000), family="Qwen3-VL").tolist() == [[2, 2, 6, 4]]
+    assert to_picture([], picture=(5, 5), family="Qwen3-VL").shape == (0, 4)
     assert to_picture(torch.zeros(0, 2), picture=(5, 5), family="Qwen3-VL").shape == (0, 2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"boxes": [[1, 2, 3]]}, ValueError, r"boxes: expected shape \(n, 4\) for boxes or \(n, 2\)"),
-        ({"boxes": [[[1, 2]]]}, ValueError, "boxes: expected shape"),
-        ({"boxes": [[1, 2, 3, float("nan")]]}, ValueError, "boxes: expected finite numbers, got nan or inf"),
-        ({"boxes": [[1, 2, 3, 4], [1, 2]]}, TypeError, "boxes: expected numbers in rows"),
-        ({"boxes": "1 2 3 4"}, TypeError, "boxes: expected numbers in rows"),
-        ({"boxes": None}, TypeError, "boxes: expected numbers in rows"),
-        ({"boxes": torch.zeros(1, 4, device="meta")}, TypeError, "boxes: expected"),
-        ({"picture": (0, 5)}, ValueError, r"picture: every extent must be at least 1, got \(0, 5\)"),
-        ({"picture": (5,)}, ValueError, r"picture: expected \(width, height\)"),
-        ({"resized": None}, ValueError, r"resized: expected the \(width, height\) of the resized image"),
-        ({"resized": (1.5, 2)}, TypeError, "resized: expected integers"),
-        ({"family": 3}, TypeError, "family: expected a name such as 'Qwen2.5-VL', got int"),
+        ({"boxes": [[1, 2, 3]]}, r"boxes: expected shape \(n, 4\) for boxes or \(n, 2\)"),
+        ({"boxes": [[[1, 2]]]}, "boxes: expected shape"),
+        ({"resized": None}, r"resized: expected the \(width, height\) of the resized image"),
     ],
 )
-def test_bad_input_is_named(changes, error, message):
+def test_bad_input_is_named(changes, message):
     arguments = {"boxes": [[1, 2, 3, 4]], "picture": (10, 10), "resized": (28, 28), "family": "Qwen2.5-VL"} | changes
     for function in (to_picture, from_picture):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             function(**arguments)
 
 
@@ -193,9 +167,8 @@ def test_answers_are_read_in_the_family_s_notation(family, text, want):
 @pytest.mark.parametrize("family", [convention.title for convention in boxes.CONVENTIONS])
 @pytest.mark.parametrize(
     "text",
-    ["", "I see no cup.", "[1, 2, 3]", "[1, 2, 3, 4, 5]", '{"bbox_2d": [1, 2, "a", 4]}', '{"bbox_2d": null}', "[[",
-     "(1,2),(3,", "<box>1 2 3</box>", "<box>a b c d</box>", "<box>1 2 3 4", '{"bbox_2d": [1, 2, 3, NaN]}', "{" * 50,
-     f"[1, 2, 3, {'9' * 400}]", '{"bbox_2d": [true, false, 1, 2]}', "\ud800[", "<|begin_of_box|>"],
+    ["", "I see no cup.", "[1, 2, 3]", "[1, 2, 3, 4, 5]", '{"bbox_2d": [1, 2, "a", 4]}', '{"bbox_2d": null}',
+     "(1,2),(3,", "<box>1 2 3</box>", "<box>1 2 3 4", f"[1, 2, 3, {'9' * 400}]"],
 )  # fmt: skip
 def test_what_is_no_box_is_passed_over(family, text):
     assert parse(text, family).shape == (0, 4) and find_regions(text, family) == []
@@ -215,36 +188,15 @@ def test_no_text_raises_and_what_is_found_can_be_mapped(text):
             assert to_picture(found, **picture).shape == found.shape
 
 
-@pytest.mark.parametrize("end", range(len(JSON) + 1))
-def test_an_answer_cut_off_anywhere_keeps_its_whole_boxes(end):
+def test_an_answer_cut_off_anywhere_keeps_its_whole_boxes():
     """Oracle: how many lists are closed before the cut."""
-    assert len(parse(JSON[:end], "Qwen2.5-VL")) == sum(
-        end > JSON.index(text) + len(text) - 1 for text in ("96]", "5, 4]")
-    )
+    ends = [JSON.index(text) + len(text) for text in ("96]", "5, 4]")]
+    for length in range(len(JSON) + 1):
+        assert len(parse(JSON[:length], "Qwen2.5-VL")) == sum(length >= end for end in ends)
 
 
-NONSENSE = (
-    "[",
-    "[ ",
-    "{",
-    "<ref>",
-    '"label": "',
-    "[1,",
-    "<box>1 ",
-    "(1,2),",
-    "<|begin_of_box|>",
-    "bbox: [",
-    "label: \\'",
-)
-
-
-@pytest.mark.parametrize("piece", NONSENSE)
+@pytest.mark.parametrize("piece", ["[", "[1,", "<ref>", '"label": "', "<box>1 ", "(1,2),", "bbox: ["])
 def test_long_nonsense_is_no_trap(piece):
     """Patterns that backtrack would not come back."""
     for convention in boxes.CONVENTIONS:
         parse(10**5 // len(piece) * piece, convention.title)
-
-
-def test_text_that_is_none_is_named():
-    with pytest.raises(TypeError, match="text: expected the text of an answer, got list"):
-        parse(["[1, 2, 3, 4]"], "Qwen3-VL")

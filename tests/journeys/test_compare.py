@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import save_file
 
 import refvl
 from refvl.paths import DATA
-from refvl.pixels import patches
-from refvl.study import releases as upstream
+from refvl.positions import MediaSpan, get_mrope_input_positions
+from refvl.study import releases
 from refvl.study.comparison import MANIFEST, TENSORS, Stages
-from refvl.study.recording import record_transformers, transformers_inputs
+from refvl.study.recording import record_transformers
 from refvl.study.watch import keep_largest
 
 QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
@@ -35,21 +33,16 @@ def run():
     return load().trace(**ASKED)
 
 
-@pytest.fixture(scope="module")
-def theirs(run):
-    return record_transformers(str(QWEN), load(), run, max_new_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def clip_run():
-    return load().trace(**MOVING)
+def changed(run, **tensors) -> Stages:
+    """The stages of a run with some exchanged: names with __ for /."""
+    return replace(run.stages, tensors=run.stages.tensors | {n.replace("__", "/"): x for n, x in tensors.items()})
 
 
 # --- the same run -----------------------------------------------------------------------------------------------------
 
 
-def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
-    comparison = refvl.compare(run, theirs)
+def test_refvl_and_transformers_are_the_same_stage_by_stage(run):
+    comparison = refvl.compare(run, record_transformers(str(QWEN), load(), run, max_new_tokens=3))
     assert comparison.first is comparison.stage is None and "no difference" in comparison.verdict
     names = [row.name for row in comparison.rows]
     media = [f"{stage}/{i}" for stage in ("patchify", "encode") for i in (0, 1)]
@@ -68,118 +61,30 @@ def test_other_families_are_recorded_too(folder, asked):
     assert comparison.first is None and {"encode/0", "positions/ids"} <= {row.name for row in comparison.rows}
 
 
-# --- five planted differences -----------------------------------------------------------------------------------------
+# --- where, how much, and the tolerance -------------------------------------------------------------------------------
+
+PLACES = [
+    ("patchify/1", lambda x: 2 * x, "48 of 48 rows, the first at item 2, patch (t 0, row 0, column 0)"),
+    ("patchify/1", lambda x: x[:-4], "shapes (44, 1176) and (48, 1176)"),
+    ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.inf), "at item 1, token (t 0, row 1, column 1)"),
+    ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.nan), "1 of 9 rows"),
+    ("merge/input_ids", lambda x: x.clone().index_fill_(0, torch.tensor([7]), 1), "1 of 50 rows, the first at token 7"),
+    ("positions/ids", lambda x: x + torch.tensor([0, 0, 1])[:, None], "50 of 50 rows, the first at token 0"),
+    ("prefill/last_states", lambda x: x * torch.tensor([1.0, 1, 1.01, 1])[:, None], "the first after layer 1"),
+    ("prefill/last_states", lambda x: x * 1.01, "the first into layer 0"),
+    ("prefill/first_logits", lambda x: x * 1.01, "the first at token id"),
+    ("decode tokens/margins", lambda x: x + torch.arange(len(x)), "the first at new token 1"),
+]
 
 
-def test_a_bilinear_resize_is_found(monkeypatch, theirs):
-    def bilinear(image, config):
-        height, width = config.target_size(image.height, image.width)
-        return image.resize((width, height), Image.Resampling.BILINEAR)
-
-    monkeypatch.setattr(patches, "resize_image", bilinear)
-    first = refvl.compare(load().trace(**ASKED), theirs).first
-    assert first.name == "patchify/1" and first.cause.startswith("resize"), "the scene needs no resize, the photo does"
-    assert "of 48 rows, the first at item 2, patch (t 0, row " in first.beyond
-
-
-def test_one_shade_in_one_row_is_no_other_order(theirs):
-    """By hand: what vLLM's bicubic filter does to a scene of which all other rows are the same."""
-    tensors = {name: tensor.clone() for name, tensor in theirs.tensors.items()}
-    tensors["patchify/0"][3, :2] += 2 / 255
-    first = refvl.compare(replace(theirs, tensors=tensors), theirs).first
-    assert first.name == "patchify/0" and first.cause.startswith("resize"), first.cause
-
-
-def test_a_swapped_mean_is_found(theirs):
-    vlm = load()
-    config = vlm.processor.image_config
-    vlm.processor.image_config = replace(config, image_mean=config.image_mean[::-1])
-    first = refvl.compare(vlm.trace(**ASKED), theirs).first
-    assert first.name == "patchify/0" and first.cause.startswith("normalisation")
-    moved = abs(config.image_mean[0] - config.image_mean[2]) / min(config.image_std[0], config.image_std[2])
-    assert first.largest == pytest.approx(moved, rel=1e-5)
-    assert first.beyond == "36 of 36 rows, the first at item 1, patch (t 0, row 0, column 0)"
-
-
-def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
-    vlm = load()
-    plan = vlm.encoder.plan_checked
-
-    def forgetful(layouts):
-        metadata = plan(layouts)
-        return replace(metadata, reverse_index=torch.arange(len(metadata.reverse_index)))
-
-    monkeypatch.setattr(vlm.encoder, "plan_checked", forgetful)
-    run = vlm.trace(**ASKED)
-    first = refvl.compare(run, theirs).first
-    assert first.name == "encode/0" and first.cause.startswith("order")
-    order = plan([(1, 6, 6)]).window_index
-    row, column = divmod(int((order != torch.arange(9)).int().argmax()), 3)
-    assert first.beyond.endswith(f"the first at item 1, token (t 0, row {row}, column {column})")
-
-
-def test_positions_that_cost_the_larger_side_are_found(monkeypatch, clip_run):
-    vlm = load()
-    wrong = upstream.larger_side_positions
-    monkeypatch.setattr(vlm.language_model, "positions", lambda ids, spans: wrong(len(ids), spans)[0])
-    first = refvl.compare(vlm.trace(**MOVING), clip_run).first
-    assert first.name == "positions/ids" and first.cause.startswith("positions: how far an item moves")
-    [span] = clip_run.spans
-    assert first.beyond.endswith(f"the first at token {span.offset + span.num_tokens}"), "the text after the clip"
-
-
-def test_a_tower_in_bfloat16_is_found(theirs):
-    vlm = load()
-    vlm.encoder.to(torch.bfloat16)
-    first = refvl.compare(vlm.trace(**ASKED), theirs).first
-    assert first.name == "encode/0" and first.cause == "precision: bfloat16 against float32"
-
-
-def test_a_tower_that_computed_in_bfloat16_is_found_in_float32_rows(run, theirs):
-    """As where a server writes float32: the dtype no longer tells."""
-    vlm = load()
-    vlm.encoder.to(torch.bfloat16)
-    rows = {f"encode/{i}": x.float() for i, x in enumerate(vlm.encode(ASKED["images"]))}
-    first = refvl.compare(Stages(run.stages.tensors | rows, "x", run.layouts), theirs).first
-    assert first.name == "encode/0" and first.cause.startswith("precision: a tower in bfloat16")
-
-
-# --- other differences ------------------------------------------------------------------------------------------------
-
-
-def changed(run, **tensors) -> Stages:
-    """The stages of a run with some exchanged: names with _ for /."""
-    return Stages(run.stages.tensors | {n.replace("__", "/"): x for n, x in tensors.items()}, "changed", run.layouts)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "cause"),
-    [
-        ("patchify/0", lambda x: x.flip(0), "order: the patch rows"),
-        ("patchify/1", lambda x: x[:-4], "resize: different limits"),
-        ("patchify/1", lambda x: 2 * x, "normalisation"),
-        (
-            "encode/1",
-            lambda x: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * x.std(),
-            "weights",
-        ),
-        ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.inf), "overflow"),
-        ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.nan), "overflow"),
-        ("encode/0", lambda x: x[:-1], "resize"),
-        ("merge/input_ids", lambda x: x.clone().index_fill_(0, torch.tensor([7]), 1), "tokens"),
-        ("merge/inputs_embeds", lambda x: x.flip(0), "order"),
-        ("positions/ids", lambda x: x[[0, 2, 1]], "positions: order of the axes"),
-        ("prefill/last_states", lambda x: x * torch.tensor([1.0, 1, 1.01, 1])[:, None], "layer 1: its norms"),
-        ("prefill/first_logits", lambda x: x * 1.01, "head: the final norm, or the weights"),
-        ("decode tokens/token_ids", lambda x: x + 1, "decoding: the same logits, a different choice"),
-        ("decode tokens/token_ids", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
-        ("decode tokens/margins", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
-    ],
-)
-def test_each_difference_has_its_usual_cause(run, name, change, cause):
+@pytest.mark.parametrize(("name", "change", "beyond"), PLACES)
+def test_each_difference_has_its_place(run, name, change, beyond):
+    """Without a model, no cause is given."""
     after = run.stages.tensors[name]
-    first = refvl.compare(changed(run, **{name.replace("/", "__"): change(after)}), run).first
-    assert first.name == name and first.cause.startswith(cause), first
+    comparison = refvl.compare(changed(run, **{name.replace("/", "__"): change(after)}), run)
+    first = comparison.first
+    assert first.name == name and beyond in first.beyond and first.cause == "", first
+    assert comparison.stage == name.split("/")[0] and first.name in comparison.verdict
 
 
 def test_two_tokens_that_almost_tie_are_told_from_other_logits(run):
@@ -187,21 +92,13 @@ def test_two_tokens_that_almost_tie_are_told_from_other_logits(run):
     ids, margins = (run.stages.tensors[f"decode tokens/{name}"].clone() for name in ("token_ids", "margins"))
     ids[1] += 1
     margins[1] = 1e-6
-    tie = Stages(run.stages.tensors | {"decode tokens/margins": margins}, "tie", run.layouts)
-    other = Stages(tie.tensors | {"decode tokens/token_ids": ids}, "other", run.layouts)
-    first = refvl.compare(tie, other).first
-    assert first.cause.startswith("two tokens that almost tie: their logits are 1e-06 apart"), first.cause
-    assert first.beyond.endswith("the first at new token 1")
-
-
-def test_tokens_alone_leave_both_causes_open(run):
-    """Folders of other software, or of earlier releases, hold no logits."""
-    old = {
-        name: x for name, x in run.stages.tensors.items() if not name.startswith("prefill") and "margins" not in name
-    }
-    new = old | {"decode tokens/token_ids": old["decode tokens/token_ids"] + 1}
-    first = refvl.compare(Stages(new, "new"), Stages(old, "old"), model=load()).first
-    assert first.cause == "weights or kernels of the text model; two tokens that almost tie"
+    tie = changed(run, **{"decode tokens__margins": margins})
+    first = refvl.compare(
+        tie, changed(run, **{"decode tokens__margins": margins, "decode tokens__token_ids": ids})
+    ).first
+    assert "the first at new token 1; its best two logits are 1e-06 apart, and rounding explains" in first.beyond
+    alone = Stages({"decode tokens/token_ids": ids}, "folders of other software have no logits")
+    assert refvl.compare(run, alone).first.beyond == "1 of 2 rows, the first at new token 1"
 
 
 def test_the_tolerance_of_the_text_model_follows_dtype_width_and_depth(run):
@@ -222,8 +119,8 @@ def test_what_the_inputs_are_apart_is_allowed_for(run):
     """A tower that computed in TF32 is not blamed on the text model behind it."""
     embeds = run.stages.tensors["merge/inputs_embeds"]
     noise = 1e-4 * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0))
-    moved = {"merge/inputs_embeds": embeds * (1 + noise), "prefill/first_logits": run.first_logits * (1 + 2e-4)}
-    compared = refvl.compare(Stages(run.stages.tensors | moved, "moved"), run)
+    moved = changed(run, merge__inputs_embeds=embeds * (1 + noise), prefill__first_logits=run.first_logits * (1 + 2e-4))
+    compared = refvl.compare(moved, run)
     assert compared.first is None, compared
 
 
@@ -244,74 +141,52 @@ def test_both_forms_name_the_difference_and_escape_it(run):
     assert "encode/0" in repr(comparison) and "DIFFERS" in repr(comparison) and comparison.verdict in repr(comparison)
     table = comparison._repr_html_()
     assert "&lt;b&gt;" in table and "<b>" not in table and table.count("<tr>") == 1 + len(comparison.rows)
-    assert "token 0" in comparison.first.beyond or "item 1" in comparison.first.beyond
+    assert comparison.first.beyond == "9 of 9 rows, the first at item 1, token 0", "layouts are not known"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((3, None), {}, TypeError, "a: expected a Trace, Stages or a folder of saved stages, got int"),
-        ((None, 3), {}, TypeError, "b: expected a Trace"),
-        ((None, Stages({}, "empty")), {}, ValueError, "share no recorded stage"),
-        ((None, None), {"rtol": -1}, ValueError, "rtol: must be 0 or more, got -1"),
-        ((None, None), {"atol": float("nan")}, ValueError, "atol: must be 0 or more, got nan"),
-        ((None, None), {"rtol": "1"}, TypeError, "rtol: expected a number"),
-        ((None, None), {"model": "x"}, TypeError, "model: expected a VLM, as refvl.load returns, got str"),
-        (("nowhere", None), {}, FileNotFoundError, "nowhere: contains no saved stages"),
-    ],
-)
-def test_wrong_arguments_are_named(run, arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        refvl.compare(*(run if x is None else x for x in arguments), **options)
+# --- causes that need no forward --------------------------------------------------------------------------------------
+
+SPANS = [MediaSpan(2, t=1, h=2, w=5), MediaSpan(14, t=4, h=3, w=2, t_factor=1.0), MediaSpan(40, t=1, h=4, w=2)]
+TRUNCATED = [replace(span, t_factor=0.0 if span.t > 1 else 1.0) for span in SPANS]
+RULES = {
+    "axes in the order w, t, h": lambda right: right[[2, 0, 1]],
+    "second_per_grid_truncated": lambda _: get_mrope_input_positions(60, TRUNCATED)[0],
+    "larger_side_positions": lambda _: releases.larger_side_positions(60, SPANS)[0],
+    "width_offset_positions": lambda _: releases.width_offset_positions(60, SPANS)[0],
+    "": lambda right: right + (torch.arange(60) > 30),
+}
+
+
+@pytest.mark.parametrize("cause", RULES)
+def test_a_rule_for_positions_is_proven_from_the_spans(cause, tmp_path):
+    """And if the run is loaded from a folder."""
+    right, _ = get_mrope_input_positions(60, SPANS)
+    Stages({"positions/ids": right}, "right", spans=SPANS).save(tmp_path / "right")
+    wrong = Stages({"positions/ids": RULES[cause](right)}, "wrong")
+    first = refvl.compare(tmp_path / "right", wrong, model=load()).first
+    assert first.cause.startswith(cause) and first.cause.endswith(", in b (wrong)" * bool(cause)), first
+    assert bool(first.cause) == bool(cause)
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_what_is_compared(run, clip_run, tmp_path):
-    for name, trace in {"image": run, "clip": clip_run}.items():
-        trace.save(tmp_path / "deep" / name)
-        loaded = Stages.load(tmp_path / "deep" / name)
-        assert refvl.compare(trace, tmp_path / "deep" / name, rtol=0).first is None
-        assert loaded.layouts == trace.layouts and loaded.source == f"refvl {refvl.__version__}"
-        assert list(loaded.tensors) == list(trace.stages.tensors)
-    half = Stages({"encode/0": run.embeds[0].to(torch.bfloat16)}, "half")
-    half.save(tmp_path / "half")
-    assert Stages.load(tmp_path / "half").tensors["encode/0"].dtype == torch.bfloat16
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "half"], "nothing unfinished is left"
+@pytest.mark.parametrize("asked", [ASKED, MOVING, MOVING | {"pruning_rate": 0.5}], ids=["image", "clip", "pruned"])
+def test_what_is_saved_is_what_is_compared(asked, tmp_path):
+    trace = load().trace(**asked)
+    trace.save(tmp_path / "deep" / "run")
+    loaded = Stages.load(tmp_path / "deep" / "run")
+    assert refvl.compare(trace, tmp_path / "deep" / "run", rtol=0).first is None
+    assert loaded.layouts == trace.layouts and loaded.source == f"refvl {refvl.__version__}"
+    assert list(loaded.tensors) == list(trace.stages.tensors)
+    assert loaded.spans == ([] if "pruning_rate" in asked else trace.spans)
+    with pytest.raises(FileExistsError, match="folder: .*run already contains files"):
+        trace.save(tmp_path / "deep" / "run")
 
 
-def test_a_pruned_run_is_saved_with_its_masks(tmp_path):
-    trace = load().trace(**MOVING, pruning_rate=0.5)
-    trace.save(tmp_path / "pruned")
-    loaded = Stages.load(tmp_path / "pruned").tensors
-    assert torch.equal(loaded["prune/0"], trace.keep_masks[0]) and len(loaded["positions/ids"][0]) == len(
-        trace.input_ids
-    )
-
-
-def test_a_folder_that_holds_files_is_left_alone(run, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "precious").write_text("x")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(FileExistsError, match="folder: .*full already contains files"):
-        run.save(tmp_path / "full")
-    with pytest.raises(FileExistsError, match="folder: expected a new or empty folder, got the file .*file$"):
-        run.save(tmp_path / "file")
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full", "precious"]
-    (tmp_path / "empty").mkdir()
-    run.save(tmp_path / "empty")
-    assert Stages.load(tmp_path / "empty").tensors
-
-
-def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("refvl.study.comparison.save_file", fail)
-    with pytest.raises(OSError, match="no space left"):
-        run.save(tmp_path / "run")
-    assert list(tmp_path.iterdir()) == []
+def test_halves_are_kept_as_halves(run, tmp_path):
+    Stages({"encode/0": run.embeds[0].to(torch.bfloat16)}, "half").save(tmp_path)
+    assert Stages.load(tmp_path).tensors["encode/0"].dtype == torch.bfloat16
 
 
 def rewrite(folder, **changes) -> None:
@@ -319,77 +194,52 @@ def rewrite(folder, **changes) -> None:
     (folder / MANIFEST).write_text(json.dumps(values | changes))
 
 
-def resave(folder, tensors) -> None:
-    save_file(tensors, folder / TENSORS)
-    rewrite(folder, tensors={n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in tensors.items()})
-
-
-HOSTILE = {
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
-    "no tensors": (lambda f: (f / TENSORS).unlink(), "stages.safetensors is missing"),
-    "a folder for a file": (lambda f: [(f / TENSORS).unlink(), (f / TENSORS).mkdir()], "stages.safetensors is missing"),
-    "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "not valid JSON"),
-    "a list": (lambda f: (f / MANIFEST).write_text("[]"), "expected a JSON object"),
-    "deep JSON": (lambda f: (f / MANIFEST).write_text("[" * 100_000), "not valid JSON"),
-    "another format": (lambda f: rewrite(f, format="x"), "expected a manifest of saved stages"),
-    "tensors a list": (lambda f: rewrite(f, tensors=[]), "expected a manifest of saved stages"),
-    "layouts a word": (lambda f: rewrite(f, layouts="x"), "expected a manifest of saved stages"),
-    "another shape": (
-        lambda f: rewrite(f, tensors={"encode/0": ["float32", 1]}),
-        "expected the tensors listed in manifest.json, but",
-    ),
-    "truncated": (
-        lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]),
-        "truncated or not a safetensors",
-    ),
-    "a pickle": (lambda f: (f / TENSORS).write_bytes(b"\x80\x04N."), "truncated or not a safetensors"),
-    "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'decode tokens'], got 'think/0'"),
-    "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'decode tokens'], got 'encode'"),
-    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "for 'encode/0', got torch.float32 of shape (2,)"),
-    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "for 'merge/x', got torch.float32 of shape ()"),
+DAMAGES = {
+    "manifest.json is missing": lambda f: (f / MANIFEST).unlink(),
+    "stages.safetensors is missing": lambda f: (f / TENSORS).unlink(),
+    "not valid JSON": lambda f: (f / MANIFEST).write_text("{"),
+    "expected a manifest of saved stages": lambda f: rewrite(f, format="x"),
+    "truncated or not a safetensors": lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]),
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_folder_is_refused_in_a_sentence(run, tmp_path, kind):
-    damage, message = HOSTILE[kind]
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_folder_is_refused_in_a_sentence(run, tmp_path, message):
     run.save(tmp_path / "run")
-    damage(tmp_path / "run")
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+    DAMAGES[message](tmp_path / "run")
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         refvl.compare(tmp_path / "run", run)
-    assert message in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "layouts", [[], [[0, 0, 0]], [[1, 6]], ["x", None], [[10**9, 2, 2]], [[1, 7, 6]], [[-1, 6, 6]]]
+    ("arguments", "options", "error", "message"),
+    [
+        ((3, None), {}, TypeError, "a: expected a Trace, Stages or a folder of saved stages, got int"),
+        ((None, Stages({}, "empty")), {}, ValueError, "share no recorded stage"),
+        ((None, None), {"rtol": -1}, ValueError, "rtol: must be 0 or more, got -1"),
+    ],
 )
-def test_layouts_that_do_not_fit_are_not_believed(run, tmp_path, layouts):
-    run.save(tmp_path / "run")
-    rewrite(tmp_path / "run", layouts=layouts)
-    for name in ("patchify/0", "encode/0"):
-        other = changed(run, **{name.replace("/", "__"): run.stages.tensors[name] + 1})
-        row = refvl.compare(tmp_path / "run", other).first
-        assert row.name == name and "the first at item 1, " in row.beyond and "(t" not in row.beyond
+def test_wrong_arguments_are_named(run, arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        refvl.compare(*(run if x is None else x for x in arguments), **options)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch):
+def test_one_command_says_where_the_two_differ(shell, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def test_one_command_says_why_the_two_differ(shell, tmp_path):
-    status, out, _ = shell(
-        "trace", QWEN, ASKED["prompt"], "-i", SCENE, "--with", "transformers", "--save", tmp_path / "a"
-    )
+    asked = ("trace", QWEN, ASKED["prompt"], "-i", SCENE, "--with", "transformers", "--save", tmp_path / "a")
+    status, out, _ = shell(*asked)
     assert status == 0 and "beside transformers" in out and "no difference in the stages that both recorded" in out
     assert shell("compare", tmp_path / "a", tmp_path / "a")[0] == 0
     rows = Stages.load(tmp_path / "a")
-    Stages(rows.tensors | {"encode/0": rows.tensors["encode/0"].flip(0)}, "b", rows.layouts).save(tmp_path / "b")
-    status, out, err = shell("compare", tmp_path / "a", tmp_path / "b")
-    assert status == 1 and "first difference: encode/0; usual cause: order" in out and err == ""
+    plan = load().encoder.plan([(1, 6, 6)])
+    unordered = rows.tensors["encode/0"][plan.window_index]
+    replace(rows, source="port", tensors=rows.tensors | {"encode/0": unordered}).save(tmp_path / "b")
+    status, out, err = shell("compare", tmp_path / "a", tmp_path / "b", "--model", QWEN)
+    assert status == 1 and "first difference: encode/0; window order not undone, in b (port)" in out and err == ""
     assert shell("compare", tmp_path / "a", tmp_path / "b", "--atol", 1e9)[0] == 0
 
 
@@ -404,7 +254,7 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         ),
         (
             ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],
-            "expected only images or only videos for transformers' GLM",
+            "with: expected only images or only videos for transformers' GLM",
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
@@ -415,28 +265,6 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
 def test_a_mistake_is_one_line(shell, arguments, message):
     status, out, err = shell(*arguments)
     assert (status, out, err.count("\n")) == (1, "", 1) and message in err
-
-
-def test_an_image_and_a_video_for_transformers_glm_are_refused_by_name():
-    """transformers' model marks both with one token, and would say that features and tokens do not match."""
-    vlm = load(GLM)
-    trace = vlm.trace("Hi", images=[SCENE], videos=[CLIP], max_new_tokens=1)
-    for call in (lambda: transformers_inputs(vlm, trace), lambda: record_transformers(str(GLM), vlm, trace)):
-        with pytest.raises(
-            ValueError, match=r"with: expected only images or only videos for transformers' GLM.*, got both"
-        ):
-            call()
-
-
-@pytest.mark.thorough
-def test_saved_runs_are_explained_with_a_checkpoint(shell, tmp_path):
-    vlm = load()
-    vlm.trace(**ASKED).save(tmp_path / "right")
-    rotary = vlm.language_model.model.rotary_emb
-    rotary.register_forward_pre_hook(lambda module, args: (args[0], args[1][[0, 2, 1]]))
-    vlm.trace(**ASKED).save(tmp_path / "wrong")
-    status, out, _ = shell("compare", tmp_path / "right", tmp_path / "wrong", "--model", QWEN)
-    assert status == 1 and "cause: layer 0: rotary, h and w exchanged, in b (refvl" in out
 
 
 # --- the largest magnitude --------------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""Causes of a first difference that a recomputation proves: the stage runs again, with one thing changed.
+
+    resize       another filter of Pillow, or torchvision's bicubic          needs the image: one run is a `Trace`
+    tower        a window order that was not undone; rows and columns exchanged
+    positions    axes exchanged; the rules of other releases (`refvl.study.releases`)
+    text model   axes exchanged; the theta of another release
+
+A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces the other.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
+from refvl.positions import get_mrope_input_positions
+from refvl.serving.features import share_weights
+from refvl.study import releases
+from refvl.study.readout import Readout
+
+LEFT = 1e-3  # a cause may leave this share of a difference unexplained
+THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope theta of released text models
+ORDERS = list(itertools.permutations(range(3)))[1:]  # of the axes t, h and w
+Made = Iterator[tuple[str, Tensor]]  # the stage as the model computes it, then (cause, the stage with this cause)
+
+
+@torch.inference_mode()
+def proven_cause(name: str, model: Any, a: Any, b: Any, media: Sequence) -> str:
+    """Return the cause of the first difference, and the run that has it; "" if no recomputation proves one.
+
+    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. media: the decoded images,
+    if they are known.
+    """
+    stage, what = name.split("/", 1)
+    runs = [run.tensors[name].float() for run in (a, b)]
+    made = RECOMPUTED[stage](model, a, what, media) if stage in RECOMPUTED else iter(())
+    _, right = next(made, ("", runs[0][:0]))
+    if not runs[0].shape == runs[1].shape == right.shape:
+        return ""
+    distances = [float((right.float() - run).norm()) for run in runs]
+    odd = distances.index(max(distances))
+    enough = max(LEFT, 4 * distances[1 - odd] / distances[odd])  # kernels separate even two correct runs
+    if not enough < 0.5:
+        return ""
+    for cause, found in made:
+        if found.shape == right.shape and float((found.float() - runs[odd]).norm()) <= enough * distances[odd]:
+            return f"{cause}, in {'ab'[odd]} ({(a, b)[odd].source})"
+    return ""
+
+
+def _resized(model: Any, run: Any, what: str, media: Sequence) -> Made:
+    config = model.processor.image_config
+    if len(media) <= int(what) or not isinstance(media[int(what)], Image.Image) or not isinstance(config, PatchConfig):
+        return
+    image = media[int(what)]
+    levels, (_, h, w) = levels_of_image(image, config)
+    yield "", levels.normalize()
+    for resampling in Image.Resampling:
+        resized = image.resize((w * config.patch_size, h * config.patch_size), resampling)
+        yield f"resize filter: {resampling.name.lower()}", levels_of_image(resized, config)[0].normalize()
+    yield "resize filter: torchvision's bicubic", levels_of_frames(np.asarray(image)[None], config)[0].normalize()
+
+
+def _encoded(model: Any, run: Any, what: str, media: Sequence) -> Made:
+    encoder, rows, grid = model.encoder, run.tensors.get(f"patchify/{what}"), run.layouts[int(what)]
+    if rows is None or grid is None:
+        return
+    rows, plan = rows.to(encoder.device, encoder.dtype), encoder.plan([grid])
+    yield "", encoder(rows, metadata=plan).cpu()
+    if hasattr(plan, "window_index"):
+        unchanged = torch.arange(len(plan.reverse_index), device=plan.reverse_index.device)
+        yield "window order not undone", encoder(rows, metadata=replace(plan, reverse_index=unchanged)).cpu()
+    exchanged = replace(plan, positions=plan.positions.flip(1))
+    yield "rotary: rows and columns exchanged", encoder(rows, metadata=exchanged).cpu()
+
+
+def _positioned(model: Any, run: Any, what: str, media: Sequence) -> Made:
+    length = run.tensors["positions/ids"].shape[1]
+    right, _ = get_mrope_input_positions(length, run.spans)
+    yield "", right
+    for order in ORDERS:
+        yield _axes(order), right[list(order)]
+    truncated = [releases.second_per_grid_truncated(span) for span in run.spans]
+    yield "second_per_grid_truncated (releases)", get_mrope_input_positions(length, truncated)[0]
+    for rule in (releases.larger_side_positions, releases.width_offset_positions):
+        for spans in (run.spans, truncated):
+            yield f"{rule.__name__} (releases)", rule(length, spans)[0]
+
+
+def _axes(order: Sequence[int]) -> str:
+    return f"axes in the order {', '.join('thw'[axis] for axis in order)}"
+
+
+def _read(model: Any, run: Any, what: str, media: Sequence) -> Made:
+    text, given = model.language_model, run.tensors
+    if what != "last_states" or not {"merge/inputs_embeds", "positions/ids"} <= given.keys():
+        return
+    yield "", _last_states(text, given, given["positions/ids"])
+    for order in ORDERS:
+        yield f"rotary: {_axes(order)}", _last_states(text, given, given["positions/ids"][list(order)])
+    theta = (getattr(text.config, "rope_parameters", None) or {}).get("rope_theta")
+    rotary = getattr(text.model, "rotary_emb", None)
+    for other in THETAS if theta and rotary else ():
+        changed = share_weights(text)  # frequencies are theta^(-2i/K), so log(theta) scales their exponents
+        changed.model.rotary_emb.inv_freq = rotary.inv_freq ** (math.log(other) / math.log(theta))
+        yield f"rotary: theta {other:g} instead of {theta:g}", _last_states(changed, given, given["positions/ids"])
+
+
+def _last_states(text: Any, given: dict[str, Tensor], positions_3L: Tensor) -> Tensor:
+    """Return the states of the last prompt token, (layers + 1, D)."""
+    watched = share_weights(text)
+    readout = Readout(watched, watched.model.layers, positions_3L.shape[1])
+    inputs = {"inputs_embeds": given["merge/inputs_embeds"], "deepstack_embeds": given.get("merge/deepstack")}
+    rows = {name: x[None].to(text.device, text.dtype) for name, x in inputs.items() if x is not None}
+    watched(position_ids=positions_3L[:, None].to(text.device), logits_to_keep=1, use_cache=False, **rows)
+    return torch.stack(readout.states).cpu()
+
+
+RECOMPUTED = {"patchify": _resized, "encode": _encoded, "positions": _positioned, "prefill": _read}
