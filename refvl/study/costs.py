@@ -1,4 +1,8 @@
-"""The costs of a model before it is loaded: parameters, memory and tokens, computed from its config and sizes alone."""
+"""The costs of a model before it is loaded, computed from its config and sizes alone.
+
+plan_media, costs, describe               parameters, memory and tokens
+encoder_operations, prefill_operations    multiplications and additions
+"""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -9,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.flop_counter import FlopCounterMode
 
 from refvl.checkpoints import weight_headers
 from refvl.encoders import StepVLEncoder
 from refvl.encoders.grid import GridEncoder
-from refvl.pipeline import Pipeline
+from refvl.language.model import CausalTextModel
+from refvl.language.step3_vl import Step3TextMoE
 from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
@@ -24,27 +30,7 @@ from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image with which vLLM plans
 LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the most slices or crops
-
-
-class LimitKey(NamedTuple):
-    """A key in a checkpoint's files that limits the number of tokens of an image or a video."""
-
-    families: str
-    medium: str  # "image" or "video"
-    file: str
-    key: str  # dots separate the levels
-    limits: str  # the quantity that the key limits
-
-
-def limit_table() -> str:
-    """Return a Markdown table of the keys, their files and the quantities they limit.
-
-    If a checkpoint has no file for videos, the limits in the image's file apply.
-    """
-    return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
-
-
-LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().replace("`", "").splitlines()[2:]]
+EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # keys in text configs
 
 
 class Blank(NamedTuple):
@@ -72,7 +58,7 @@ class MediaPlan:
     kept: int  # the number of tokens after pruning
 
 
-def plan_media(vlm: Pipeline, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
+def plan_media(vlm: Any, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
     """Plan a decoded image (PIL or `Blank`) or a `Video`, pruned by a method in `PRUNERS`.
 
     Raises ValueError if the family, the processor or the pruner does not accept the item.
@@ -191,13 +177,40 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     return patches * ((pixels + 2 * E) * size + max(in_mlp, in_attention))
 
 
+def encoder_operations(encoder: Any, layouts: list) -> int:
+    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory.
+
+    This takes seconds.
+    """
+    with torch.device("meta"):
+        shadow = type(encoder).from_config(encoder.config, attention="sdpa")
+        rows = torch.empty(sum(encoder.item_size(layout)[0] for layout in layouts), encoder.config.patch_values)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        shadow(rows, layouts)
+    return counter.get_total_flops()
+
+
+def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
+    """Count the operations of a text model's layers: each weight once per token, and attention over all pairs.
+
+    tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. For each token,
+    only the experts that it uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
+    The head, which runs for one token, is not counted.
+    """
+    text, layers = language_model.config, language_model.model
+    weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
+    if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
+        visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
+        weights += experts * getattr(text, visited) // getattr(text, of_all)
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # they sum the rows of an expert
+        weights += by_product * getattr(text, visited) * text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    pairs = 4 * (tokens - cached) * tokens * text.num_attention_heads * head_dim * text.num_hidden_layers
+    return 2 * (tokens - cached) * weights + pairs
+
+
 def costs(
-    vlm: Pipeline,
-    media: Sequence = (),
-    *,
-    pruning_rate: float = 0.0,
-    pruning: str = "evs",
-    text_bytes: int | None = None,
+    vlm: Any, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
     """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes.
 
@@ -209,110 +222,92 @@ def costs(
     checkpoint (`stored_text_bytes`). An item's `activation_bytes` estimates the tower's peak while it encodes that item
     alone; `memory_bytes` assumes that it encodes all items together.
     """
-    dtype, processor = vlm.encoder.dtype, vlm.processor
-    text = vlm.language_model or None
+    dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
     state = linear_state_bytes(text.config, dtype) if text else 0
-    static_tokens = (text and text.generation_config.max_cache_len) or 0  # `load(compile=True, max_cache_len=...)`
+    static = ((text and text.generation_config.max_cache_len) or 0) * per_token  # `load(compile=True, ...)`
 
-    def cost(plan: MediaPlan) -> dict[str, Any]:
+    def cost(medium: Any, rate: float) -> dict[str, Any]:
+        plan = plan_media(vlm, medium, rate, pruning)
         activations = encoder_activation_bytes(vlm.encoder, plan.patches)
         cache = {"kv_cache_bytes": plan.kept * per_token, "activation_bytes": activations}
         return asdict(plan) | {"layout": layout_text(plan.layout)} | cache
 
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
-    height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
-    planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves: dict[str, Any] = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
-    parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
+    largest = Blank(*image_size_with_most_features(limits)[::-1]) if limits else Blank(*[LARGER_THAN_ANY_CUT] * 2)
+    planned = [cost(medium, pruning_rate) for medium in media]
+    halves = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
     stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]
     weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
-    cache = max(static_tokens * per_token, sum(medium["kv_cache_bytes"] for medium in planned))
+    cache = max(static, sum(medium["kv_cache_bytes"] for medium in planned))
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
-        "parameters": parameters,
+        "parameters": {name: _parameters(half) for name, half in halves.items()},
         "weights_bytes": weights,
         "weights_bytes_of": stored,
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
         "linear_state_bytes": state,
-        "static_cache_bytes": static_tokens * per_token,
+        "static_cache_bytes": static,
         "min_pixels": limits and limits.min_pixels,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
-        "largest_square_picture": cost(plan_media(vlm, Blank(width, height))),
+        "largest_square_picture": cost(largest, 0.0),
         "media": planned,
         "memory_bytes": weights + together + cache + state,
     }
 
 
-def describe(
-    vlm: Pipeline,
-    media: Sequence = (),
-    *,
-    pruning_rate: float = 0.0,
-    pruning: str = "evs",
-    text_bytes: int | None = None,
-) -> dict[str, str]:
-    """Return `costs` as text, in rows of a table."""
-    found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
-    tower, halves = vlm.encoder.config, found["weights_bytes_of"]
-    parameters, largest = found["parameters"], found["largest_square_picture"]
+def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
+    """Return `costs` as text, in rows of a table. options: those of `costs`."""
+    found = costs(vlm, media, **options)
+    tower, halves, largest = vlm.encoder.config, found["weights_bytes_of"], found["largest_square_picture"]
+    size = f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads"
+    assumed = " (assumed: no file sets the limits)" * found["limits_assumed"]
     rows = {
         "family": found["family"],
-        "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
-        f"{_count(parameters['encoder'])}",
+        "vision tower": f"{size}: {_count(found['parameters']['encoder'])}",
+        f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
+        f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(options.get("text_bytes")),
+        "largest square image": f"{largest['becomes']} -> {largest['tokens']:,} tokens{assumed}",
+        "a server reserves": f"for it, about {_bytes(largest['activation_bytes'])} of tower activations and "
+        f"{_bytes(largest['kv_cache_bytes'])} of key-value cache",
     }
-    weights = _bytes(found["weights_bytes"])
-    reserves = f"for it, about {_bytes(largest['activation_bytes'])} of tower activations"
     if vlm.language_model:
         text = vlm.language_model.config
-        weights += f": encoder {_bytes(halves['encoder'])}, language model {_bytes(halves['language_model'])}"
-        reserves += f" and {_bytes(largest['kv_cache_bytes'])} of key-value cache"
-        rows |= {
-            "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
-            f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
-            "context": f"{found['context']:,} tokens",
-            "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
-            + f" and {_bytes(found['linear_state_bytes'])} a prompt" * bool(found["linear_state_bytes"])
-            + f"; of fixed size: {_bytes(found['static_cache_bytes'])}" * bool(found["static_cache_bytes"]),
-        }
-    rows |= {
-        f"weights in {found['dtype']}": weights + ", quantised" * bool(text_bytes),
-        "largest square image": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
-        + " (assumed: no file sets the limits)" * found["limits_assumed"],
-        "a server reserves": reserves,
-    }
+        heads = f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv)"
+        rows["language model"] = (
+            f"{text.num_hidden_layers} layers of width {text.hidden_size}, {heads}: "
+            f"{_count(found['parameters']['language_model'])}; context of {found['context']:,} tokens"
+        )
+        rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
+        if found["linear_state_bytes"]:
+            rows["kv cache"] += f" and {_bytes(found['linear_state_bytes'])} a prompt"
+        if found["static_cache_bytes"]:
+            rows["kv cache"] += f"; of fixed size: {_bytes(found['static_cache_bytes'])}"
     if vlm.processor.clip_sampling:
         rows["video sampling"] = vlm.processor.clip_sampling
     for i, medium in enumerate(found["media"]):
         kept = f", {medium['kept']:,} kept" * (medium["kept"] < medium["tokens"])
-        rows[f"{medium['kind']} {i + 1}"] = (
-            f"{medium['size']} -> {medium['becomes']} -> {medium['tokens']:,} tokens{kept}"
-            + f"; key-value cache {_bytes(medium['kv_cache_bytes'])}" * bool(vlm.language_model)
-        )
-    if found["media"]:
+        steps = f"{medium['size']} -> {medium['becomes']} -> {medium['tokens']:,} tokens{kept}"
+        rows[f"{medium['kind']} {i + 1}"] = f"{steps}; key-value cache {_bytes(medium['kv_cache_bytes'])}"
+    if media:
         rows["memory needed"] = f"about {_bytes(found['memory_bytes'])}, tower activations included"
     return rows
 
 
 def overview(vlm: Any) -> str:
     """Return a model's `repr`: its family, device, dtype, and the sizes of its parts."""
-    text = "none: loaded with text=False"
-    if vlm.language_model:
-        config = vlm.language_model.config
-        sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary of {config.vocab_size}"
-        text = f"{type(vlm.language_model).__name__}, {sizes}, {_parameters(vlm.language_model)}"
-    lines = [
-        f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}",
-        f"  encoder         {type(vlm.encoder).__name__}, {_parameters(vlm.encoder)}",
-        f"  language_model  {text}",
-        f"  processor       {type(vlm.processor).__name__}",
-        f"  graphs          {type(vlm.graphs).__name__ if vlm.graphs else 'none: the encoder runs eagerly'}",
-    ]
+    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    lines = [f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}"]
+    for name, half in halves.items():
+        size = _count(_parameters(half)) if half else "none: loaded with text=False"
+        lines.append(f"  {name:<16}{type(half).__name__ if half else ''} {size}")
+    lines.append(f"  processor       {type(vlm.processor).__name__}")
+    lines.append(f"  graphs          {type(vlm.graphs).__name__ if vlm.graphs else 'none: the encoder runs eagerly'}")
     if vlm.adapters is not None:
         lines.append(f"  adapters        {', '.join(vlm.adapters.peft_config)}")
     if vlm.media_cache is not None:
@@ -320,28 +315,22 @@ def overview(vlm: Any) -> str:
     return "\n".join(lines)
 
 
-def _parameters(module: Any) -> str:
-    """Return the number of a module's parameters as text."""
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
-
-
 def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
     """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
     Raises ValueError, naming the argument, for families without pixel limits, or for a minimum above the maximum.
     """
-    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    if not given:
-        return
-    if not isinstance(processor.image_config, PatchConfig):
-        sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
-        raise ValueError(
-            f"{next(iter(given))}: not supported by this family, which has different limits: {', '.join(sizes)}"
-        )
-    processor.image_config = replace(processor.image_config, **given)
-    processor.video_config = replace(processor.video_config, **given)
+    given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if changes and not isinstance(processor.image_config, PatchConfig):
+        raise ValueError(f"{next(iter(changes))}: not supported by this family, which has no limits in pixels")
+    if changes:
+        processor.image_config = replace(processor.image_config, **changes)
+        processor.video_config = replace(processor.video_config, **changes)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _count(parameters: int) -> str:
