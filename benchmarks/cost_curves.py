@@ -38,7 +38,7 @@ from refvl.paths import DATA
 from refvl.pixels.by_hand import patchify_image
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
-from refvl.study.arithmetic import encoder_operations, prefill_operations
+from refvl.study.costs import encoder_operations, prefill_operations
 
 NAME = "cost_curves_cpu"
 FITTED = 4  # an exponent is fitted to this many of the largest sizes, because fixed costs dominate smaller ones

@@ -20,8 +20,13 @@ from refvl.paths import DATA
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan
-from refvl.study.arithmetic import encoder_operations, prefill_operations
-from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
+from refvl.study.costs import (
+    encoder_activation_bytes,
+    encoder_operations,
+    kv_cache_bytes_per_token,
+    plan_media,
+    prefill_operations,
+)
 
 CONFIGS = {
     "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "Qwen3-VL": "Qwen3-VL-8B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",

@@ -41,7 +41,7 @@ from refvl.families import find_family, read_config
 from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, plan_batches
 from refvl.loading import random_encoder
 from refvl.paths import DATA
-from refvl.study.arithmetic import encoder_operations
+from refvl.study.costs import encoder_operations
 
 TOWERS = {  # the shapes to measure on a CPU and on CUDA
     "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),

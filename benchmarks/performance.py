@@ -61,7 +61,7 @@ from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.positions.rotary import rotary_matrices
 from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
-from refvl.study.arithmetic import encoder_operations, prefill_operations
+from refvl.study.costs import encoder_operations, prefill_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"

@@ -40,7 +40,7 @@ from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig
 from refvl.paths import DATA
 from refvl.serving.linear import choose_linear
-from refvl.study.arithmetic import encoder_operations
+from refvl.study.costs import encoder_operations
 
 CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, model_type, a checkpoint of the family
     Qwen2_5_VisionConfig: (

@@ -164,7 +164,7 @@ def explorer_page(name: str, made: dict[str, Any], notebooks: list[Path]) -> str
 
 def journey_page(name: str) -> str:
     """Follow an answer of a shipped model and return its page, with links to those of the other models."""
-    from refvl.study.journey import follow
+    from refvl.study.follow import follow
     from refvl.viz.explorers.gallery import small_model
     from refvl.viz.journey import SHIPPED, page
 

@@ -23,8 +23,7 @@ from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.study.arithmetic import encoder_operations
-from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
+from refvl.study.costs import encoder_activation_bytes, encoder_operations, kv_cache_bytes_per_token, plan_media
 from refvl.study.stale import replay_stale
 from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import SIZES

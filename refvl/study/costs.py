@@ -2,6 +2,7 @@
 
 plan_media, costs, describe               parameters, memory and tokens
 encoder_operations, prefill_operations    multiplications and additions
+launch_timeline                           the start and end of operations on a device, computed from launch costs
 """
 
 import re
@@ -207,6 +208,20 @@ def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pairs = 4 * (tokens - cached) * tokens * text.num_attention_heads * head_dim * text.num_hidden_layers
     return 2 * (tokens - cached) * weights + pairs
+
+
+def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:
+    """Return the start and end of each operation on a device whose kernels one host launches, in microseconds.
+
+    Operations run in order, each one after its launch. device_us: the duration of each operation. launch_us: the host's
+    time per launch; launches follow each other without gaps. Nothing is measured.
+    """
+    times, end = [], 0.0
+    for number, duration in enumerate(device_us, 1):
+        start = max(number * launch_us, end)
+        end = start + duration
+        times.append((start, end))
+    return times
 
 
 def costs(

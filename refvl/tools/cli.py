@@ -296,7 +296,7 @@ def _check_page(source: str) -> None:
 
 def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str):
     """Print the code that answers a question, or write it as a page; return the `Trace` of the same request."""
-    from refvl.study.journey import follow
+    from refvl.study.follow import follow
 
     journey = follow(model, prompt, **options)
     if not source:

@@ -35,7 +35,7 @@ from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.loading import load
 from refvl.paths import CLONE, DATA
-from refvl.study.arithmetic import encoder_operations
+from refvl.study.costs import encoder_operations
 
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"

@@ -4,7 +4,7 @@ viz computes nothing itself.
 """
 
 from refvl.viz.attention import plot_attention, plot_states
-from refvl.viz.boxes import plot_box_readings, plot_boxes
+from refvl.viz.box_figures import plot_box_readings, plot_boxes
 from refvl.viz.evs import (
     plot_accuracy_curve,
     plot_dissimilarity,

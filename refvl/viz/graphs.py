@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
-from refvl.study.timeline import launch_timeline
+from refvl.study.costs import launch_timeline
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors

@@ -1,6 +1,6 @@
 """One image, line by line, as a page: the code of a real run in call order, with the results of each stage.
 
-    from refvl.study.journey import follow
+    from refvl.study.follow import follow
     from refvl.viz.journey import page
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from refvl.paths import DATA
-from refvl.study.journey import SENTENCES, Function, Journey, count_checks, pieces, shapes
+from refvl.study.follow import SENTENCES, Function, Journey, count_checks, pieces, shapes
 from refvl.viz.stage_values import first_picture, values
 from refvl.viz.style import THEMES
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from refvl.checks import is_grid
 from refvl.pixels.media import Video
 from refvl.positions import merge_block_coordinates
-from refvl.study.journey import ASK, Journey
+from refvl.study.follow import ASK, Journey
 from refvl.study.report import layout_text
 from refvl.viz.tensor_figures import (
     NUMBERED,

@@ -21,7 +21,7 @@ from shipped import VARIANTS, is_read_here
 
 import refvl
 from refvl.paths import DATA
-from refvl.study.journey import ASK, LIBRARY, SENTENCES, Numbers, follow, measure, pieces, record
+from refvl.study.follow import ASK, LIBRARY, SENTENCES, Numbers, follow, measure, pieces, record
 from refvl.study.source import Source
 from refvl.viz.journey import SHIPPED, coloured, page
 

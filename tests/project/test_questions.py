@@ -13,7 +13,6 @@ import torch
 import refvl
 from refvl.pixels.patches import PatchConfig
 from refvl.positions.mrope import grid_positions
-from refvl.study.costs import limit_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "questions.md").read_text()
@@ -67,10 +66,6 @@ def test_commands_have_the_options_and_files_they_name(command):
     known = {option for p in typer.main.get_command(app).commands[name].params for option in p.opts}
     assert {word for word in arguments if word.startswith("--")} <= known
     assert [word for word in arguments if word.startswith("data/") and not (ROOT / word).exists()] == []
-
-
-def test_the_table_of_limits_is_the_library_s():
-    assert limit_table() in TEXT
 
 
 def test_a_thin_strip_keeps_one_token_of_width():

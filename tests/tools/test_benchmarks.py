@@ -1,4 +1,4 @@
-"""Benchmarks stop if a run does other arithmetic than they report. Oracle: `refvl.study.arithmetic`, from sizes."""
+"""Benchmarks stop if a run does other arithmetic than they report. Oracle: `refvl.study.costs`, from sizes."""
 
 from dataclasses import replace
 from functools import partial

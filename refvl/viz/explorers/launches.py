@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from refvl.study.timeline import launch_timeline
+from refvl.study.costs import launch_timeline
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_launches
 
