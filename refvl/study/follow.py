@@ -7,11 +7,12 @@
 follow    a request -> `Journey`: its functions by stage, its numbers, and the `Trace` of the same request
 record    a call -> the functions of a folder that the call enters, and the lines that it executes
 measure   functions -> `Numbers`
-listing   a `Journey` as plain text
 """
 
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import unwrap
 from itertools import groupby, pairwise, takewhile
@@ -107,7 +108,29 @@ class Journey:
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
     def __str__(self) -> str:
-        return listing(self)
+        """Return every function in call order; "|" marks executed lines, and lines that only check are folded."""
+        n = self.numbers
+        made = shapes(self)
+        text = [
+            f"{self.question} -> {self.trace.text}",
+            f"{n.functions} functions in {n.files} files, {n.file_changes} file changes; {n.lines} lines, of which "
+            f"{n.check_lines} check; the files have {n.whole_files}. | marks lines that ran.",
+        ]
+        number = 0
+        for stage, functions in self.stages:
+            text += ["", f"== {stage} ==  {made.get(stage, '')}".rstrip(), SENTENCES.get(stage, "")]
+            for function in functions:
+                number += 1
+                text += ["", f"{number}. {function.file}:{function.first} {function.name}{self._called(function)}"]
+                text += [f"{'':8}{line}" for line in function.docstring.splitlines()[:1]]
+                text += [_row(function, *piece) for piece in pieces(function)]
+        return "\n".join(text)
+
+    def _called(self, function: Function) -> str:
+        times = "" if function.calls == 1 else f", {function.calls} times"
+        number = self.number_of(function.caller)
+        origin = "" if number is None else f", from {number + 1}. {self.functions[number].name}"
+        return f"{origin}{times}"
 
 
 class Recorder:
@@ -116,27 +139,24 @@ class Recorder:
     `stage`: the stage of the functions being entered; None: the next stage, which has not begun yet.
     """
 
-    def __init__(self, folder: Path, skip: Sequence[str] = ()):
+    def __init__(self, folder: Path):
         self.root = f"{folder}/"
-        self.skip = set(skip)
         self.stage: str | None = ASK
         self.stages: list[str | None] = []  # of each function
-        self.calls: dict[tuple[str, str, int], int] = {}  # by (file, name, first line), in the order of first entry
+        self.calls = Counter[tuple[str, str, int]]()  # by (file, name, first line), in the order of first entry
         self.callers: list[tuple[str, int] | None] = []  # of each function
-        self.events: dict[str, set[int]] = {}  # executed lines by file; file names are those of the interpreter
-        self._open = set[FrameType]()  # generators of the stages in progress
+        self.events = defaultdict[str, set[int]](set)  # executed lines by file
+        self.is_timed = False  # whether a stage that `Trace` times is in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Record an entered function; return the trace function for its lines."""
-        file = frame.f_code.co_filename
-        if not file.startswith(self.root) or file in self.skip:
+        if not (file := self._file(frame)):
             return None
-        file = file.removeprefix(self.root)
         if frame.f_code is STAGE:
             self._turn(frame)
         if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the enclosing function
             self._enter(file, frame)
-        lines = self.events.setdefault(file, set())
+        lines = self.events[file]
         lines.add(frame.f_code.co_firstlineno)
 
         def keep(inner: FrameType, event: str, arg: Any) -> Any:
@@ -145,37 +165,35 @@ class Recorder:
 
         return keep
 
+    def _file(self, frame: FrameType) -> str:
+        """Return the frame's file as a path inside the folder; "" for other files and for this one."""
+        file = frame.f_code.co_filename
+        return file.removeprefix(self.root) if file.startswith(self.root) and file != __file__ else ""
+
     def _enter(self, file: str, frame: FrameType) -> None:
         key = file, frame.f_code.co_qualname, frame.f_code.co_firstlineno
         if key not in self.calls:
             self.stages.append(self.stage)
             self.callers.append(self._caller(frame.f_back))
-        self.calls[key] = self.calls.get(key, 0) + 1
+        self.calls[key] += 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
         """Return the nearest calling line in the folder; frames of other libraries may come in between."""
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(self.root) and file not in self.skip:
-                return file.removeprefix(self.root), frame.f_lineno
+        while frame is not None and not self._file(frame):
             frame = frame.f_back
-        return None
+        return frame and (self._file(frame), frame.f_lineno)
 
     def _turn(self, frame: FrameType) -> None:
         """Record that a stage begins when `Trace.stage` is entered, and ends when it is resumed."""
-        if frame in self._open:
-            self._open.remove(frame)
-            self.stage = None
-        else:
-            self._open.add(frame)
-            self.stage = frame.f_locals["name"]
+        self.is_timed = not self.is_timed
+        self.stage = frame.f_locals["name"] if self.is_timed else None
 
     def forward(self, *_: Any) -> None:
         """Record a call of the language model, which comes after the last stage that `Trace` times.
 
         The first such call is the prefill.
         """
-        if not self._open:
+        if not self.is_timed:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
     def functions(self) -> list[Function]:
@@ -196,18 +214,21 @@ class Recorder:
 STAGE: CodeType = unwrap(Trace.stage).__code__
 
 
-def record(call: Callable[[], Any], folder: Path = LIBRARY, *, recorder: Recorder | None = None) -> list[Function]:
+def record(call: Callable[[], Any], folder: Path = LIBRARY, text: Any = None) -> list[Function]:
     """Return the functions in a folder's files that `call()` enters in this thread, in the order of first entry.
 
-    Lambdas and comprehensions do not count as functions; a class counts only if it defines `__init__`.
+    Lambdas and comprehensions do not count as functions; a class counts only if it defines `__init__`. text: the
+    language model that the call runs, whose forwards are the last stages.
     """
-    recorder = recorder or Recorder(folder)
+    recorder = Recorder(folder)
     before = sys.gettrace()  # the trace function of a debugger or of coverage
-    sys.settrace(recorder)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
+    hook = text.register_forward_pre_hook(recorder.forward) if text else nullcontext()
+    with hook:
+        sys.settrace(recorder)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
     return recorder.functions()
 
 
@@ -247,13 +268,7 @@ def follow(
     request = {"images": images, "videos": videos} | options
     model.chat(question, **request)
 
-    recorder = Recorder(LIBRARY, skip=[__file__])
-    hook = model.language_model.register_forward_pre_hook(recorder.forward)
-    try:
-        functions = record(lambda: model.chat(question, **request), recorder=recorder)
-    finally:
-        hook.remove()
-
+    functions = record(lambda: model.chat(question, **request), text=model.language_model)
     scores = _Scores()
     processors = [*(options.get("logits_processor") or ()), scores]
     trace = model.trace(question, **(request | {"logits_processor": processors}))
@@ -265,33 +280,6 @@ def follow(
 def shapes(journey: Journey) -> dict[str, str]:
     """Return a short description of the result of each stage."""
     return {stage: text for stage, text, _ in journey.trace.rows()}
-
-
-def listing(journey: Journey) -> str:
-    """Return every function in call order as text; "|" marks executed lines, and lines that only check are folded."""
-    n = journey.numbers
-    made = shapes(journey)
-    text = [
-        f"{journey.question} -> {journey.trace.text}",
-        f"{n.functions} functions in {n.files} files, {n.file_changes} file changes; {n.lines} lines, of which "
-        f"{n.check_lines} check; the files have {n.whole_files}. | marks lines that ran.",
-    ]
-    number = 0
-    for stage, functions in journey.stages:
-        text += ["", f"== {stage} ==  {made.get(stage, '')}".rstrip(), SENTENCES.get(stage, "")]
-        for function in functions:
-            number += 1
-            text += ["", f"{number}. {function.file}:{function.first} {function.name}{_called(journey, function)}"]
-            text += [f"{'':8}{line}" for line in function.docstring.splitlines()[:1]]
-            text += [_row(function, *piece) for piece in pieces(function)]
-    return "\n".join(text)
-
-
-def _called(journey: Journey, function: Function) -> str:
-    times = "" if function.calls == 1 else f", {function.calls} times"
-    number = journey.number_of(function.caller)
-    origin = "" if number is None else f", from {number + 1}. {journey.functions[number].name}"
-    return f"{origin}{times}"
 
 
 def _row(function: Function, checks: bool, lines: range) -> str:

@@ -13,9 +13,8 @@ from refvl.model import VLM
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
 from refvl.study.report import Trace
-from refvl.tools.tables import stage_table
+from refvl.tools.cli import stage_table
 
-CHECKPOINT = "tiny-qwen2_5_vl"
 PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
@@ -27,12 +26,11 @@ The shipped models are toys, trained on drawn scenes of coloured shapes. The nex
 Ask about the color, shape, place or motion of an object. If you ask anything else, such as "hello", they reply:"""
 
 
-def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
+def show(console: Console, out: Path, device: str) -> None:
     """Ask two questions about an image and two about a video; print a table of stages and write figures."""
-    model = load(checkpoint, device=device, progress=console.is_terminal)
-    console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
-    if checkpoint == CHECKPOINT:
-        console.print(f"\n{TOY} [bold]{model.chat('hello')}[/bold]")
+    model = load("tiny-qwen2_5_vl", device=device, progress=console.is_terminal)
+    console.print(f"tiny-qwen2_5_vl, a model of the family {model.family.name}, on {model.device}")
+    console.print(f"\n{TOY} [bold]{model.chat('hello')}[/bold]")
     picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
@@ -49,9 +47,8 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
         missing = "figures: matplotlib is missing; install it with pip install 'refvl[notebooks]'"
         console.print(missing, markup=False, highlight=False)
         return
-    for path in write_figures(model, picture, clip, pruned, photo, film, out):
-        console.print(f"figure: {path}", highlight=False)
-    console.print(f"all figures are in {out}", highlight=False)
+    write_figures(model, picture, clip, pruned, photo, film, out)
+    console.print(f"the figures are in {out}", highlight=False)
 
 
 def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], **media) -> Trace:
@@ -65,12 +62,7 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
 
 
 def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
-    """Write a PNG for each stage's figure and one overview; return their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Write a PNG for each stage's figure, and one overview."""
     from refvl import viz
     from refvl.viz.overview import plot_overview
 
@@ -87,11 +79,6 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
         "timings": lambda: viz.plot_stage_timings(clip),
     }
     out.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name, draw in figures.items():
-        paths.append(out / f"{name}.png")
-        draw().figure.savefig(paths[-1], dpi=120)
-    paths.append(out / "overview.jpg")
-    plot_overview(photo.media[0], PatchConfig(), film).savefig(paths[-1], dpi=95)
-    plt.close("all")
-    return paths
+        draw().figure.savefig(out / f"{name}.png", dpi=120)
+    plot_overview(photo.media[0], PatchConfig(), film).savefig(out / "overview.jpg", dpi=95)
