@@ -49,7 +49,7 @@ class Intervened(Trace):
             self.metadata[:] = [self._changed_plan(plan) for plan in self.metadata]
         if name in self.changes:
             made = getattr(self, RESULTS[name])
-            changed = _checked(name, made, self.changes[name](made))
+            changed = _fitting(name, made, self.changes[name](made))
             if isinstance(made, list):
                 made[:] = changed  # in place, because the run holds a reference to this list
             else:
@@ -63,54 +63,42 @@ class Intervened(Trace):
         if unknown := sorted(named - set(tensors)):
             stages = [*RESULTS, "position_table", *tensors]
             raise ValueError(f"replace: expected one of the stages {', '.join(stages)}, got {unknown[0]!r}")
-        return replace(plan, **{n: _checked(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
+        return replace(plan, **{n: _fitting(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
 
 
 def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
     """Return a copy of `model`, with the same weights, that applies the replacements in every run.
 
-    Raises TypeError for values that are not functions. The run raises ValueError for a stage that does not exist.
+    The run raises ValueError for a stage that does not exist.
     """
-    if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
-        raise TypeError(f"replace: expected a dict of functions by stage, got {changes!r}")
     changes = {"encode" if name == "embeds" else name: function for name, function in changes.items()}
-    found = [name for name, _ in model.encoder.named_parameters() if TABLE.search(name)]
-    if "position_table" in changes and not found:
-        raise ValueError(f"replace: the tower of {model.family.name} has no position_table")
-
     changed = copy.copy(model)
     changed.graphs = changed.media_cache = None
     changed.record = lambda **given: Intervened(changes=changes, **given)
     if table := changes.get("position_table"):
         changed.encoder = share_weights(model.encoder)
+        found = [name for name, _ in model.encoder.named_parameters() if TABLE.search(name)]
+        if not found:
+            raise ValueError(f"replace: the tower of {model.family.name} has no position_table")
         owner, _, name = found[0].rpartition(".")
-        weight = changed.encoder.get_parameter(found[0])
-        values = _checked("position_table", weight.detach(), table(weight.detach().clone()))
+        weight = changed.encoder.get_parameter(found[0]).detach()
+        values = _fitting("position_table", weight, table(weight.clone()))
         setattr(changed.encoder.get_submodule(owner), name, nn.Parameter(values, requires_grad=False))
     return changed
 
 
-def _checked(name: str, made: Any, changed: Any) -> Any:
-    """Return `changed` with the type and shape of `made`; raise ValueError or TypeError, naming the stage."""
-    where = f"replace[{name!r}]"
+def _fitting(name: str, made: Any, changed: Any) -> Any:
+    """Return `changed` on the device and in the dtype of `made`; raise ValueError for another length or shape."""
     if isinstance(made, list):
-        if not isinstance(changed, list | tuple) or len(changed) != len(made):
-            raise ValueError(f"{where}: expected a list of {len(made)} items, got {_in_words(changed)}")
-        pairs = zip(made, changed, strict=True)
-        return [_checked(f"{name}, {i}", old, new) for i, (old, new) in enumerate(pairs)]
+        if len(changed) != len(made):
+            raise ValueError(f"replace[{name!r}]: expected {len(made)} items, got {len(changed)}")
+        return [_fitting(name, old, new) for old, new in zip(made, changed, strict=True)]
     if isinstance(made, Patches) and isinstance(changed, Tensor):
-        return replace(made, rows=_checked(name, made.pixel_values, changed))
+        return replace(made, rows=_fitting(name, made.pixel_values, changed))
     if isinstance(made, Tensor):
-        if not isinstance(changed, Tensor) or changed.shape != made.shape:
-            raise ValueError(f"{where}: expected a tensor of shape {tuple(made.shape)}, got {_in_words(changed)}")
-        kept_kind = changed.is_floating_point() == made.is_floating_point() or name == "positions"
-        return changed.to(made.device, made.dtype if kept_kind and name != "positions" else changed.dtype)
-    if made is not None and not isinstance(changed, type(made)):
-        raise TypeError(f"{where}: expected {type(made).__name__}, got {_in_words(changed)}")
+        if changed.shape != made.shape:
+            raise ValueError(
+                f"replace[{name!r}]: expected a tensor of shape {tuple(made.shape)}, got {tuple(changed.shape)}"
+            )
+        return changed.to(made.device, changed.dtype if name == "positions" else made.dtype)
     return changed
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else repr(value)
