@@ -155,7 +155,7 @@ def house(tmp_path, monkeypatch):
 def test_a_small_house(house):
     """Functions in the order of first entry; generators count again when resumed, lambdas belong to what is around.
 
-    Lines are whole statements; `else` with what follows it; nothing of a branch that was not taken. By hand: sell has 14
+    Lines are whole statements; `else` with what follows it; nothing of an untaken branch. By hand: sell has 14
     lines, of which 5 check; check_coin 3 and 3; keep 6 and 2; vault 2, each 3, without `@`.
     """
     from house import shop
