@@ -41,7 +41,7 @@ Adapter = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in CUDA graphs at the start")]
-Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa, masked")]
+Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, sdpa, masked")]
 Pixels = Annotated[int | None, typer.Option(min=1, help="override the checkpoint's limit")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # the keys of refvl.positions.PRUNERS, which is not imported here
