@@ -14,8 +14,7 @@ from benchmarks.families import blank_clip, count_positions
 from benchmarks.report import count_operations
 from refvl.paths import DATA
 from refvl.serving.linear import OneDnnLinear, times_as_fast
-from refvl.study.costs import encoder_operations, prefill_operations
-from refvl.study.costs import plan_media
+from refvl.study.costs import encoder_operations, plan_media, prefill_operations
 
 TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 
