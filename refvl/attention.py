@@ -110,6 +110,13 @@ def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[s
     return {"cu_seqlens": cu_seqlens, "groups": groups, "max_seqlen": max(lengths, default=0)}
 
 
+def equal_segments(count: int, length: int, device: torch.device) -> Segments:
+    """Return `count` segments of `length` tokens each; they depend only on the shape, so a graph can capture them."""
+    index = torch.arange(count * length, device=device)
+    ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+    return Segments(ends, (index.view(count, length),), length)
+
+
 def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
     """Return the fields of `Segments` at full size: one segment contains all tokens, the others are empty but valid."""
     return plan_segments([max_tokens] + [0] * (max_segments - 1), with_groups=False)

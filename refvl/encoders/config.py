@@ -18,6 +18,7 @@ class TowerConfig:
 
     __slots__ = ()
     activation: ClassVar[str | None] = None  # the only activation that the tower supports; None: not checked
+    head_unit: ClassVar[int] = 1  # the head dimension is a multiple of this: 4, if half of it rotates with each side
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int
     num_hidden_layers: int
@@ -27,26 +28,15 @@ class TowerConfig:
     patch_size: int
 
     def __post_init__(self):
-        self.check_sizes()
-        if self.hidden_size % self.num_heads:
-            width, heads = map(self._theirs, ("hidden_size", "num_attention_heads"))
-            raise ValueError(f"{width}: must be a multiple of {heads}={self.num_heads}, got {self.hidden_size}")
-        self.check_image_size()
-
-    def check_sizes(self) -> None:
-        """Raise ValueError, naming the field, if no tower can be built from these sizes."""
         own: Any = self  # subclasses are dataclasses
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
-
-    def check_image_size(self) -> None:
-        """Raise ValueError if the position table's image size is smaller than a patch."""
-        if self.image_size < self.patch_size:
-            name = self._theirs("image_size")
-            raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
-
-    def _theirs(self, field: str) -> str:
-        """Return the checkpoint's name for a field."""
-        return next((alias for alias, name in self.aliases.items() if name == field), field)
+        unit = self.num_heads * self.head_unit
+        if self.hidden_size % unit:
+            raise ValueError(
+                f"hidden_size: must be a multiple of {unit} for {self.num_heads} heads, got {self.hidden_size}"
+            )
+        if getattr(self, "image_size", self.patch_size) < self.patch_size:
+            raise ValueError(f"image_size: must be at least patch_size={self.patch_size}, got {self.image_size}")
 
     @classmethod
     def from_hf(cls, config) -> Self:

@@ -28,15 +28,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, plan_segments, segment_capacity
+from refvl.attention import Segments
 from refvl.checks import Grid
-from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
+from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotate
 from refvl.positions.tables import sample_position_table
 
 
@@ -57,10 +56,6 @@ class Glm4vVisionConfig(GridVisionConfig):
     attention_bias: bool = False
     rms_norm_eps: float = 1e-5
 
-    def __post_init__(self):
-        GridVisionConfig.__post_init__(self)
-        self.check_image_size()
-
     @classmethod
     def tiny(cls) -> "Glm4vVisionConfig":
         """Return sizes for tests and figures: three blocks and a table of 6 x 6 positions."""
@@ -73,25 +68,10 @@ class Glm4vVisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(Segments):
-    """The inputs of one forward in addition to the pixels; segments are frames.
+class VisionMetadata(GridMetadata):
+    """The inputs of one forward in addition to the pixels, plus the positions of the table."""
 
-    `pad`: the rule by which a graph fills the unused end of a buffer.
-
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
-    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
-    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
-    `.to(torch.bfloat16)` would round them in a buffer of the module.
-    """
-
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
-
-    @property
-    def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
-        return f"{len(self.cu_seqlens) - 1} frames"
 
 
 class Glm4vVisionTransformer(GridEncoder):
@@ -120,25 +100,12 @@ class Glm4vVisionTransformer(GridEncoder):
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         the grids. The position table, in contrast, is sampled on its own device.
         """
-        m = self.config.spatial_merge_size
-        table = self.get_parameter("embeddings.position_embedding.weight")
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
-        metadata = VisionMetadata(
-            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
-            positions=block_positions(grids, m).int(),
-            frequencies=rotary_frequencies(self.head_dim),
-            position_embeds=sample_position_table(table, grids, m, mode="bicubic", align_corners=False),
-        )
+        table, m = self.get_parameter("embeddings.position_embedding.weight"), self.config.spatial_merge_size
+        sampled = sample_position_table(table, grids, m, mode="bicubic", align_corners=False)
+        metadata = VisionMetadata(**self.plan_frames(grids), position_embeds=sampled)
         return to_device(metadata, self.device)
 
-    def forward(
-        self,
-        pixel_values: Tensor,
-        grid_thw=None,
-        *,
-        metadata: VisionMetadata | None = None,
-        attention: str | None = None,
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
@@ -153,25 +120,6 @@ class Glm4vVisionTransformer(GridEncoder):
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
         x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
         return self.merger(x_MD)
-
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.block_size, t
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
-
-        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
-        """
-        patches = max_tokens * self.block_size
-        metadata = VisionMetadata(
-            **segment_capacity(patches, min(max_frames, max_tokens)),
-            positions=torch.zeros(patches, 2, dtype=torch.int32),
-            frequencies=rotary_frequencies(self.head_dim),
-            position_embeds=torch.zeros(patches, self.config.hidden_size, dtype=self.dtype),
-        )
-        return to_device(metadata, self.device)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@
 Positions come only from the 2-D rotary angles. The two towers share the MLP and the merger, which are imported from
 `refvl.encoders.glm4v`; this file defines the parts that differ.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `GridMetadata`.
 `forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
 are defined in `GridEncoder` and `Tower`.
 
@@ -25,17 +25,17 @@ Upstream: `GlmOcrVisionModel` (transformers).
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import Segments, plan_segments, segment_capacity
+from refvl.attention import Segments
 from refvl.checks import Grid
 from refvl.encoders.glm4v import PatchMerger, SwiGLU
-from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
+from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +60,6 @@ class GlmOcrVisionConfig(GridVisionConfig):
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(Segments):
-    """The inputs of one forward in addition to the pixels; segments are frames.
-
-    `pad`: the rule by which a graph fills the unused end of a buffer.
-
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
-    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
-    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
-    `.to(torch.bfloat16)` would round them in a buffer of the module.
-    """
-
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
-
-    @property
-    def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
-        return f"{len(self.cu_seqlens) - 1} frames"
-
-
 class GlmOcrVisionTransformer(GridEncoder):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
 
@@ -96,28 +75,15 @@ class GlmOcrVisionTransformer(GridEncoder):
         self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)
         self.merger = PatchMerger(config.out_hidden_size, config.out_hidden_size * config.in_channels)
 
-    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
+    def plan_checked(self, grids: Sequence[Grid]) -> GridMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         the grids.
         """
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
-        metadata = VisionMetadata(
-            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
-            positions=block_positions(grids, self.config.spatial_merge_size).int(),
-            frequencies=rotary_frequencies(self.head_dim),
-        )
-        return to_device(metadata, self.device)
+        return to_device(GridMetadata(**self.plan_frames(grids)), self.device)
 
-    def forward(
-        self,
-        pixel_values: Tensor,
-        grid_thw=None,
-        *,
-        metadata: VisionMetadata | None = None,
-        attention: str | None = None,
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
@@ -132,24 +98,6 @@ class GlmOcrVisionTransformer(GridEncoder):
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
         x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
         return self.merger(x_MD)
-
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.block_size, t
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
-
-        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
-        """
-        patches = max_tokens * self.block_size
-        metadata = VisionMetadata(
-            **segment_capacity(patches, min(max_frames, max_tokens)),
-            positions=torch.zeros(patches, 2, dtype=torch.int32),
-            frequencies=rotary_frequencies(self.head_dim),
-        )
-        return to_device(metadata, self.device)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:

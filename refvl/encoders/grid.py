@@ -1,21 +1,22 @@
-"""The common parts of all towers that encode grids: sizes, grid checks and weight names; no model-specific code.
+"""The common parts of all towers that encode grids: sizes, grid checks, capacities and weight names.
 
 An item is a grid (t, h, w) of patches, with t = 1 for an image. Its rows are in merge-block order: m * m consecutive
 rows become one token.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, as_grids
 from refvl.encoders.config import TowerConfig
-from refvl.encoders.tower import Tower
-from refvl.encoders.weights import named_tensors
+from refvl.encoders.tower import Tower, to_device
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_frequencies
 
 
 class GridVisionConfig(TowerConfig):
@@ -23,6 +24,7 @@ class GridVisionConfig(TowerConfig):
 
     __slots__ = ()
     activation = "silu"
+    head_unit = 4
     aliases = MappingProxyType({"in_chans": "in_channels"})
     depth: int
     num_heads: int
@@ -30,14 +32,6 @@ class GridVisionConfig(TowerConfig):
     temporal_patch_size: int
     spatial_merge_size: int
     out_hidden_size: int
-
-    def __post_init__(self):
-        self.check_sizes()
-        if self.hidden_size % self.num_heads or self.head_dim % 4:
-            raise ValueError(
-                "hidden_size: must be num_heads times a head dimension that is a multiple of 4, "
-                f"got {self.hidden_size} for {self.num_heads} heads"
-            )
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
@@ -48,6 +42,31 @@ class GridVisionConfig(TowerConfig):
     def block_size(self) -> int:
         """The number of patches that are merged into one token: m * m."""
         return self.spatial_merge_size**2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridMetadata(Segments):
+    """The inputs of one forward in addition to the pixels; segments are frames.
+
+    `pad`: the rule by which a graph fills the unused end of a buffer.
+
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
+    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
+    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
+    `.to(torch.bfloat16)` would round them in a buffer of the module.
+    """
+
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the rotary angles, each (N, K/2) float32."""
+        return rotary_cos_sin(self.positions, self.frequencies)
+
+    @property
+    def summary(self) -> str:
+        """Return a one-line description of the plan, for tables."""
+        return f"{len(self.cu_seqlens) - 1} frames"
 
 
 class GridEncoder(Tower):
@@ -66,19 +85,39 @@ class GridEncoder(Tower):
         """
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return zeros of shape (patch rows, C*Tp*P*P) for `max_tokens` output tokens."""
-        rows = max_tokens * self.block_size
-        return torch.zeros(rows, self.patch_values, dtype=self.dtype, device=self.device)
+    def plan_frames(self, grids: Sequence[Grid]) -> dict[str, Any]:
+        """Return the fields of `GridMetadata`, on the CPU."""
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
+        return {
+            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
+            "positions": block_positions(grids, self.config.spatial_merge_size).int(),
+            "frequencies": rotary_frequencies(self.head_dim),
+        }
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.block_size, t
 
-        Accepts names under `visual.` (the original), names under `model.visual.` (since transformers 4.52), and bare
-        names. The weights of q, k and v, and those of gate and up, may be fused or separate. Raises one ValueError that
-        lists all mismatches (see `load_strict`).
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
+        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
+
+        It is the plan of one frame with all patches, which is a valid input for a warm-up; the other frames are empty.
         """
-        return super().load_weights(split_gate_up(weights))
+        m = self.config.spatial_merge_size
+        one_frame = self.plan_checked([(1, m, m * max_tokens)])
+        frames = segment_capacity(max_tokens * self.block_size, min(max_frames, max_tokens))
+        return to_device(replace(one_frame, **frames), self.device)
+
+    def split_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Split each fused `gate_up_proj` into the rows of gate and the rows of up; yield all other pairs unchanged."""
+        for name, tensor in pairs:
+            if ".gate_up_proj." not in name:
+                yield name, tensor
+                continue
+            half = len(tensor) // 2
+            yield name.replace(".gate_up_proj.", ".gate_proj."), tensor[:half]
+            yield name.replace(".gate_up_proj.", ".up_proj."), tensor[half:]
 
     def rename(self, name: str) -> str:
         """Return the bare name, without `visual.` or `model.visual.`."""
@@ -88,14 +127,3 @@ class GridEncoder(Tower):
     def kernels(self) -> dict[str, tuple[int, ...]]:
         """Return the checkpoint shape by module name, for convolution kernels that the module stores as matrices."""
         return {"patch_embed.proj.weight": self.config.patch_kernel}
-
-
-def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split each fused `gate_up_proj` into the rows of gate and the rows of up; yield all other pairs unchanged."""
-    for name, tensor in named_tensors(weights):
-        if ".gate_up_proj." not in name or not isinstance(tensor, Tensor) or not tensor.ndim:
-            yield name, tensor
-            continue
-        half = len(tensor) // 2
-        yield name.replace(".gate_up_proj.", ".gate_proj."), tensor[:half]
-        yield name.replace(".gate_up_proj.", ".up_proj."), tensor[half:]

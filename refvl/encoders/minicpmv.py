@@ -32,11 +32,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from refvl.checks import check_positive_int
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.resampler import Resampler, Resampler2_5, Resampler4_5, ResamplerMetadata
 from refvl.encoders.resampler2 import FixedGridMetadata, Resampler2
-from refvl.encoders.siglip_vit import SiglipViT, SiglipViTMetadata
+from refvl.encoders.siglip_vit import SiglipViT
 from refvl.encoders.slice_layouts import as_layouts
 from refvl.encoders.tower import Tower
 from refvl.encoders.weights import config_dict
@@ -55,13 +54,6 @@ class MiniCPMVEncoderConfig:
     query_num: int = 64  # tokens per slice
     drop_vision_last_layer: bool = False
     scale_resolution: int = 448  # in pixels; the area of a slice is about that of a square with this side
-
-    def __post_init__(self):
-        check_positive_int(self.query_num, "query_num")
-        if self.hidden_size % self.resampler_heads:
-            raise ValueError(
-                f"hidden_size: must be a multiple of resampler_heads={self.resampler_heads}, got {self.hidden_size}"
-            )
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
@@ -110,7 +102,7 @@ class MiniCPMVEncoderConfig:
 class MiniCPMVMetadata:
     """The input of one forward in addition to the pixels: the plan of the tower and the plan of the resampler."""
 
-    vision: NaVitMetadata | SiglipViTMetadata
+    vision: NaVitMetadata
     resampler: ResamplerMetadata | FixedGridMetadata
 
     @property
@@ -126,9 +118,7 @@ class MiniCPMVEncoder(Tower):
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # whether the encoder uses the times of frames
-    skipped_parts: ClassVar[str] = (
-        AUDIO_PARTS  # a regular expression for checkpoint names that belong to neither part and are skipped
-    )
+    skipped_parts: ClassVar[str] = AUDIO_PARTS  # a regular expression for the checkpoint names of other parts
     vpm: Any  # an instance of vpm_class
     resampler: Any  # an instance of resampler_class
 
@@ -168,9 +158,7 @@ class MiniCPMVEncoder(Tower):
         sizes = [size for layout in layouts for group in layout for size in group.slices]
         return MiniCPMVMetadata(self.vpm.plan_checked(sizes), self.resampler.plan_checked(sizes))
 
-    def forward(
-        self, pixel_values: Tensor, layouts=None, *, metadata: Any = None, attention: str | None = None
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, groups and slices in order.
 
         Pass `layouts` to plan in this call, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the
@@ -186,7 +174,7 @@ class MiniCPMVEncoder(Tower):
     @property
     def blocks(self) -> Iterable[nn.Module]:
         """The blocks of the tower."""
-        return self.vpm.encoder["layers"].children()
+        return self.vpm.blocks
 
     def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
         """Return the patch row at each input position of the tower, (N,) per pass, as in `Tower.block_rows`."""

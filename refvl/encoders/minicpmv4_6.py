@@ -20,18 +20,17 @@ Upstream: `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger` (transformers 5.23).
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, group_segments, plan_segments, segment_capacity
-from refvl.checks import check_pixel_rows, check_plan
+from refvl.attention import Segments, equal_segments, group_segments, plan_segments, segment_capacity
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, SelfAttention, place_in_table
 from refvl.encoders.slice_layouts import as_layouts
-from refvl.encoders.tower import to_device
+from refvl.encoders.tower import Tower, to_device
 from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import SliceLayout
 
@@ -54,19 +53,11 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         NaVitSiglipConfig.__post_init__(self)
         if self.downsample_mode not in ("16x", "4x"):
             raise ValueError(f"downsample_mode: expected '16x' or '4x', got {self.downsample_mode!r}")
-        if self.folds and not 0 <= self.insert_layer_id < self.num_hidden_layers:
-            raise ValueError(f"insert_layer_id: must be in [0, {self.num_hidden_layers}), got {self.insert_layer_id}")
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """Build a config from a whole model's config (an object, or the dict in `config.json`) or a vision config.
-
-        Raises ValueError for a merger of an unsupported size.
-        """
+        """Build a config from a whole model's config (an object, or the dict in `config.json`) or a vision config."""
         whole = config_dict(config)
-        for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
-            if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
-                raise ValueError(f"{name}: expected {wanted}, got {value}")
         given = {name: whole[name] for name in ("insert_layer_id", "downsample_mode") if name in whole}
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
@@ -77,9 +68,8 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
         """Return sizes for tests: three layers, folded after the second, and a table of 7 x 7 positions."""
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
-        return cls(
-            **{**sizes, "image_size": 98, "patch_size": 14, "insert_layer_id": 1, "out_hidden_size": 56} | changes
-        )
+        sizes |= {"image_size": 98, "patch_size": 14, "insert_layer_id": 1, "out_hidden_size": 56}
+        return cls(**sizes | changes)
 
     @property
     def folds(self) -> bool:
@@ -132,9 +122,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         patches = sum(h * w for h, w in sizes)
         return patches, patches // self.block_size, len(sizes)
 
-    def plan(self, layouts) -> FoldMetadata:  # type: ignore[override]  # takes layouts of items, not sizes of slices
-        """Compute everything that depends on sizes on the CPU, and move it to the encoder's device."""
-        return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
+    plan = Tower.plan  # type: ignore[assignment]  # takes layouts of items, not sizes of slices
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> FoldMetadata:  # type: ignore[override]
         """Plan layouts that are already checked."""
@@ -147,40 +135,24 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
             start += h * w
         segments = plan_segments([h * w for h, w in sizes], with_groups=self.backend() == "sdpa")
         folded = group_segments(segments["cu_seqlens"] // 4) if segments["groups"] is not None else None
-        metadata = FoldMetadata(
-            **segments, position_ids=torch.cat(places), order=torch.cat(orders), folded_groups=folded
-        )
-        return to_device(metadata, self.device)
+        at, order = torch.cat(places), torch.cat(orders)
+        return to_device(FoldMetadata(**segments, positions=at, order=order, folded_groups=folded), self.device)
 
-    def forward(  # type: ignore[override]  # takes rows and layouts, not strips
-        self, pixel_values: Tensor, layouts=None, *, metadata: FoldMetadata | None = None, attention: str | None = None
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:  # type: ignore[override]
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
         Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the backend.
         Raises ValueError if the rows do not match the plan, and TypeError if their dtype is not floating point.
         """
-        if (metadata is None) == (layouts is None):
-            raise ValueError("forward: pass exactly one of layouts and metadata")
-        metadata = self.plan(layouts) if metadata is None else metadata
-        weight = next(self.parameters())
-        check_pixel_rows(pixel_values, (("patches", len(metadata.order)), ("values", self.patch_values)), weight.device)
-        backend = self.backend(attention)
+        rows_NC, metadata, backend = self.inputs(pixel_values, layouts, metadata, attention)
         segments: Segments = metadata
-        rows_NC = pixel_values.to(weight)[metadata.order]
-        x_NE = self.embeddings["patch_embedding"](rows_NC)
-        x_NE = x_NE + self.embeddings["position_embedding"](metadata.position_ids)
-        for i, layer in enumerate(self.encoder["layers"].children()):
+        x_NE = self.embeddings["patch_embedding"](rows_NC[metadata.order]) + self.position_embeds(metadata)
+        for i, layer in enumerate(self.blocks):
             x_NE = layer(x_NE, segments, backend)
             if self.config.folds and i == self.config.insert_layer_id:
                 x_NE = self.vit_merger(x_NE, backend)
                 segments = Segments(metadata.cu_seqlens // 4, metadata.folded_groups, metadata.max_seqlen // 4)
         return self.merger(self.post_layernorm(x_NE))
-
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """The blocks of the tower."""
-        return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
         """Return the (N,) patch rows before the fold; the fold turns every four consecutive rows into one."""
@@ -191,15 +163,11 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),
-            position_ids=torch.zeros(patches, dtype=torch.long),
+            positions=torch.zeros(patches, dtype=torch.long),
             order=torch.arange(patches),
             folded_groups=None,
         )
         return to_device(metadata, self.device)
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """Return zeros of shape (patch rows, 3*P*P) for `max_tokens` output tokens."""
-        return self.post_layernorm.weight.new_zeros(max_tokens * self.block_size, self.patch_values)
 
     def rename(self, name: str) -> str:
         """Drop `model.vision_tower.` and the index of the only merger; q, k and v fill `qkv`."""
@@ -230,11 +198,7 @@ class WindowMerger(nn.Module):
 
     def forward(self, x_NE: Tensor, backend: str) -> Tensor:
         """Merge (N, E) rows in window order into (W, E)."""
-        N = len(x_NE)
-        index_W4 = torch.arange(N, device=x_NE.device).view(
-            -1, 4
-        )  # this depends only on the shape, so a graph can capture it
-        windows = Segments(torch.arange(0, N + 1, 4, dtype=torch.int32, device=x_NE.device), (index_W4,), 4)
+        windows = equal_segments(len(x_NE) // 4, 4, x_NE.device)
         backend = "sdpa" if backend == "masked" else backend  # windows have equal lengths, so no mask is needed
         x_NE = x_NE + self.self_attn(self.layer_norm1(x_NE), windows, backend)
         x_W4E = x_NE.unflatten(0, (-1, 4))

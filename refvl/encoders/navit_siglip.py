@@ -18,7 +18,7 @@ Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments, plan_segments, segment_capacity
-from refvl.checks import as_sizes, check_pixel_rows
+from refvl.checks import as_sizes
 from refvl.encoders.config import TowerConfig
 from refvl.encoders.slice_layouts import encode_strips
 from refvl.encoders.tower import Tower, to_device
@@ -66,7 +66,7 @@ class NaVitSiglipConfig(TowerConfig):
 class NaVitMetadata(Segments):
     """The input of one `encode` call in addition to the pixels; segments are slices."""
 
-    position_ids: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, rows of the position table
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, entries of the position table
 
 
 class NaVitSiglip(Tower):
@@ -90,6 +90,11 @@ class NaVitSiglip(Tower):
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The blocks of the tower."""
+        return self.encoder["layers"].children()
+
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
@@ -109,25 +114,25 @@ class NaVitSiglip(Tower):
         """Plan slices whose sizes are already checked. layouts: the (h, w) of each slice for the position table."""
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         places = [place_in_table(h, w, self.table_side) for h, w in layouts]
-        position_ids = torch.cat([torch.zeros(0, dtype=torch.long), *places])
-        return to_device(NaVitMetadata(**segments, position_ids=position_ids), self.device)
+        positions = torch.cat([torch.zeros(0, dtype=torch.long), *places])
+        return to_device(NaVitMetadata(**segments, positions=positions), self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
         """Return a plan large enough for any batch within these limits: one slice contains all patches."""
-        position_ids = torch.zeros(max_patches, dtype=torch.long)
-        metadata = NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids)
-        return to_device(metadata, self.device)
+        positions = torch.zeros(max_patches, dtype=torch.long)
+        return to_device(NaVitMetadata(**segment_capacity(max_patches, max_slices), positions=positions), self.device)
 
     def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
         """Encode (N, C*P*P) patch rows of all slices into (N, E); `attention` overrides the tower's backend."""
-        weight = next(self.parameters())
-        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), weight.device)
-        backend = self.backend(attention)
-        positions_NE = self.embeddings["position_embedding"](metadata.position_ids)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight)) + positions_NE
-        for layer in self.encoder["layers"].children():
+        patches_NC, _, backend = self.inputs(patches_NC, None, metadata, attention)
+        x_NE = self.embeddings["patch_embedding"](patches_NC) + self.position_embeds(metadata)
+        for layer in self.blocks:
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
+
+    def position_embeds(self, metadata: NaVitMetadata) -> Tensor:
+        """Return the position vector of each patch, (N, E)."""
+        return self.embeddings["position_embedding"](metadata.positions)
 
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
         """Encode (B, C, P, L * P) strips into (B, L, E), as in `encode_strips`."""

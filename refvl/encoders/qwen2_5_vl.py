@@ -21,15 +21,15 @@ Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrain
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, group_segments, plan_segments, segment_capacity
+from refvl.attention import Segments, group_segments, plan_segments
 from refvl.checks import Grid
-from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
 from refvl.encoders.tower import to_device
 from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.windows import max_window_count, window_order
@@ -68,28 +68,14 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(Segments):
-    """The inputs of one forward in addition to the pixels; segments are frames.
+class VisionMetadata(GridMetadata):
+    """The inputs of one forward in addition to the pixels, plus windows; positions are in window order."""
 
-    `pad`: the rule by which a graph fills the unused end of a buffer.
-
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
-    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
-    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
-    `.to(torch.bfloat16)` would round them in a buffer of the module.
-    """
-
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: the inverse of window_index
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, in patches
     window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # like `groups`, for windows
     max_window_seqlen: int  # the number of patches in the longest window
-
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the rotary angles, each (N, K/2) float32."""
-        return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
@@ -118,30 +104,22 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         needs_groups = self.backend() == "sdpa"
-        frames = plan_segments([h * w for t, h, w in grids for _ in range(t)], with_groups=needs_groups)
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
         window_index, cu_window_seqlens = window_order(grids, m, side)
-        window_groups = group_segments(cu_window_seqlens) if needs_groups else None
-        positions = block_positions(grids, m).int().unflatten(0, (-1, self.block_size))
+        blocks = block_positions(grids, m).int().unflatten(0, (-1, self.block_size))
         metadata = VisionMetadata(
-            **frames,
-            positions=positions[window_index].flatten(0, 1),
+            **plan_segments(frames, with_groups=needs_groups),
+            positions=blocks[window_index].flatten(0, 1),
             frequencies=rotary_frequencies(self.head_dim),
             window_index=window_index,
             reverse_index=window_index.argsort(),
             cu_window_seqlens=cu_window_seqlens,
-            window_groups=window_groups,
+            window_groups=group_segments(cu_window_seqlens) if needs_groups else None,
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
         return to_device(metadata, self.device)
 
-    def forward(
-        self,
-        pixel_values: Tensor,
-        grid_thw=None,
-        *,
-        metadata: VisionMetadata | None = None,
-        attention: str | None = None,
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
@@ -159,28 +137,18 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         x_MD = self.merger(clamp_overflow(x_NE))
         return x_MD[metadata.reverse_index]  # in row-major order
 
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.block_size, t
-
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        The cumulative lengths describe one frame, with windows filled one after the other, which is a valid input for a
-        warm-up. `max_window_count` limits the number of windows. A window contains at most the tokens of its square; a
-        frame may contain all tokens.
+        Windows are filled one after the other. `max_window_count` limits their number; a window contains at most the
+        tokens of its square, and a frame may contain all tokens.
         """
-        patches, side = max_tokens * self.block_size, self.config.window_side
-        max_frames = min(max_frames, max_tokens)
-        steps = torch.arange(max_window_count(max_tokens, max_frames, side) + 1, dtype=torch.int32)
-        metadata = VisionMetadata(
-            **segment_capacity(patches, max_frames),
-            positions=torch.zeros(patches, 2, dtype=torch.int32),
-            frequencies=rotary_frequencies(self.head_dim),
-            window_index=torch.arange(max_tokens),
-            reverse_index=torch.arange(max_tokens),
-            cu_window_seqlens=(steps * side**2).clamp(max=max_tokens) * self.block_size,
+        side = self.config.window_side
+        windows = max_window_count(max_tokens, min(max_frames, max_tokens), side)
+        ends = (torch.arange(windows + 1, dtype=torch.int32) * side**2).clamp(max=max_tokens) * self.block_size
+        metadata = replace(
+            super().plan_capacity(max_tokens, max_frames),
+            cu_window_seqlens=ends,
             window_groups=None,
             max_window_seqlen=min(side**2, max_tokens) * self.block_size,
         )

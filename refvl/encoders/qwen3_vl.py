@@ -35,11 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, plan_segments, segment_capacity
+from refvl.attention import Segments
 from refvl.checks import Grid, check_shape
-from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
+from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotate
 from refvl.positions.tables import sample_position_table
 
 
@@ -81,25 +81,10 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(Segments):
-    """The inputs of one forward in addition to the pixels; segments are frames.
+class VisionMetadata(GridMetadata):
+    """The inputs of one forward in addition to the pixels, plus the positions of the table."""
 
-    `pad`: the rule by which a graph fills the unused end of a buffer.
-
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
-    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
-    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
-    `.to(torch.bfloat16)` would round them in a buffer of the module.
-    """
-
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32 (see `rotary_frequencies`)
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
-
-    @property
-    def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
-        return f"{len(self.cu_seqlens) - 1} frames"
 
 
 class Qwen3VLVisionTransformer(GridEncoder):
@@ -125,25 +110,12 @@ class Qwen3VLVisionTransformer(GridEncoder):
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         the grids. The position table, in contrast, is sampled on its own device.
         """
-        m = self.config.spatial_merge_size
-        table = self.pos_embed.weight
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
-        metadata = VisionMetadata(
-            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
-            positions=block_positions(grids, m).int(),
-            frequencies=rotary_frequencies(self.head_dim),
-            position_embeds=sample_position_table(table, grids, m, mode="bilinear", align_corners=True),
-        )
+        table, m = self.pos_embed.weight, self.config.spatial_merge_size
+        sampled = sample_position_table(table, grids, m, mode="bilinear", align_corners=True)
+        metadata = VisionMetadata(**self.plan_frames(grids), position_embeds=sampled)
         return to_device(metadata, self.device)
 
-    def forward(
-        self,
-        pixel_values: Tensor,
-        grid_thw=None,
-        *,
-        metadata: VisionMetadata | None = None,
-        attention: str | None = None,
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, W) wide rows, with items in order.
 
         Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
@@ -166,25 +138,6 @@ class Qwen3VLVisionTransformer(GridEncoder):
         D, k = self.config.out_hidden_size, len(self.config.deepstack_visual_indexes)
         check_shape(rows_MW, ("M", ("channels", D * (1 + k))), "rows")
         return rows_MW[:, :D], rows_MW[:, D:].unflatten(1, (k, D)).transpose(0, 1)
-
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.block_size, t
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
-
-        The cumulative lengths describe one frame with all patches, which is a valid input for a warm-up.
-        """
-        patches = max_tokens * self.block_size
-        metadata = VisionMetadata(
-            **segment_capacity(patches, min(max_frames, max_tokens)),
-            positions=torch.zeros(patches, 2, dtype=torch.int32),
-            frequencies=rotary_frequencies(self.head_dim),
-            position_embeds=torch.zeros(patches, self.config.hidden_size, dtype=self.dtype),
-        )
-        return to_device(metadata, self.device)
 
 
 class VisionBlock(nn.Module):

@@ -29,10 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import attend, cumulative_lengths, zero_padding
-from refvl.checks import as_size, as_sizes, check_floats, check_positive_int, check_shape
+from refvl.checks import as_sizes, check_positive_int
 from refvl.encoders.slice_layouts import as_temporal_groups, resample_slices
 from refvl.encoders.tower import Tower, to_device
 from refvl.pixels.slices import NO_TIME
+from refvl.positions.rotary import block_positions
 from refvl.positions.tables import sincos, sincos_frequencies
 
 
@@ -70,26 +71,16 @@ class TemporalResamplerMetadata(ResamplerMetadata):
 class Resampler(Tower):
     """The base of all versions: every set of queries attends to its own patches."""
 
-    ln_post: Any  # None, like `proj`, if the resampler ends after the attention
-    proj: Any
-
     def __init__(
-        self,
-        num_queries: int,
-        embed_dim: int,
-        num_heads: int,
-        kv_dim: int | None = None,
-        max_size: tuple[int, int] = (70, 70),
-        *,
+        self, num_queries: int, embed_dim: int, num_heads: int, kv_dim: int | None = None, max_size=None, *,
         attention: str = "auto",
-    ):
+    ):  # fmt: skip
         """Build the modules.
 
         kv_dim: the width of the rows (default: embed_dim, without a projection). max_size: upstream's initial table
-        size, which is not a limit here.
+        size; unused, because positions are computed for any size.
         """
         super().__init__(None, attention=attention)
-        self.max_size = as_size(max_size, "max_size")
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.embed_dim = embed_dim  # D
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
@@ -128,12 +119,10 @@ class Resampler(Tower):
         """Resample (N, kv_dim) rows of all slices to (sets * Q, D); `attention` overrides the module's backend."""
         backend = self.backend(attention)
         query_QD, keys_ND, values_ND = self.attention_inputs(rows_NC, metadata)
-        tokens_MD = self.attn(query_QD, keys_ND, values_ND, metadata, backend)
-        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+        return self.ln_post(self.attn(query_QD, keys_ND, values_ND, metadata, backend)) @ self.proj
 
     def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (Q, D), keys (N, D) and values (N, D) before they are projected."""
-        check_floats(check_shape(rows_NC, (len(metadata.positions), "kv_dim"), "x"), "x")
         values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
@@ -183,12 +172,8 @@ class Resampler4_5(Resampler2_5):
     """The resampler of MiniCPM-V 4.5: keys also encode time, and the frames of a group share a set of queries."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """Build as `Resampler2_5` does.
-
-        max_temporal_size: upstream's initial table size (an hour in tenths of a second), which is not a limit here.
-        """
+        """Build as `Resampler2_5` does; max_temporal_size, upstream's initial table size, is unused."""
         super().__init__(*args, **kwargs)
-        self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
 
     def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
         """Plan slices of (h, w) patches each, in groups.
@@ -243,7 +228,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
-        if check_positive_int(embed_dim, "embed_dim") % check_positive_int(num_heads, "num_heads"):
+        if embed_dim % num_heads:
             raise ValueError(f"embed_dim: must be a multiple of num_heads={num_heads}, got {embed_dim}")
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim).normal_(std=0.02))
@@ -283,8 +268,7 @@ def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetada
 
 def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
     """Return (N, 2) int32: the row and column of each patch in its slice, in row-major order."""
-    places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
-    return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()
+    return block_positions([(1, h, w) for h, w in sizes], 1).int()
 
 
 def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:

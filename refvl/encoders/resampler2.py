@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import as_size, check_positive_int, check_room, check_shape
+from refvl.checks import as_size, check_room, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.tables import resize_position_table, sincos_2d
@@ -31,28 +31,10 @@ class Resampler2(Resampler):
 
     unused = r"(resampler\.)?pos_embed$"  # not loaded, because a formula computes it
 
-    def __init__(
-        self,
-        grid_size: int,
-        embed_dim: int,
-        num_heads: int,
-        kv_dim: int | None = None,
-        *,
-        adaptive: bool = False,
-        do_post_projection: bool = True,
-        attention: str = "auto",
-    ):
-        """Build the modules. grid_size: G, for Q = G * G queries.
-
-        kv_dim: the width of the rows (default: embed_dim, without a projection).
-        adaptive: keys get the sines and cosines of their own grid instead of the resized positions of the queries.
-        do_post_projection: False omits the layers after the attention, as in Qwen-VL.
-        """
-        num_queries = check_positive_int(grid_size, "grid_size") ** 2
-        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)
-        self.grid_size, self.adaptive = grid_size, adaptive
-        if not do_post_projection:
-            self.ln_post = self.proj = None
+    def __init__(self, grid_size: int, embed_dim: int, num_heads: int, kv_dim: int | None = None, **options):
+        """Build the modules. grid_size: G, for Q = G * G queries. The rest as in `Resampler`."""
+        super().__init__(grid_size**2, embed_dim, num_heads, kv_dim, **options)
+        self.grid_size = grid_size
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
@@ -61,10 +43,7 @@ class Resampler2(Resampler):
         """
         check_room([sum(h * w for h, w in layouts)], 4 * self.embed_dim, "tgt_sizes")
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
-        if self.adaptive:
-            keys = [sincos_2d(self.embed_dim, size).flatten(0, 1) for size in layouts]
-        else:
-            keys = [resize_position_table(queries_QD, size, antialias=False) for size in layouts]
+        keys = [resize_position_table(queries_QD, size, antialias=False) for size in layouts]
         metadata = FixedGridMetadata(
             positions=torch.cat([queries_QD[:0], *keys]).to(self.dtype),
             query_positions=queries_QD.to(self.dtype),

@@ -20,17 +20,17 @@ Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.attention import Segments, plan_segments
-from refvl.checks import check_pixel_rows, check_positive, check_room, check_shape
-from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
+from refvl.attention import plan_segments
+from refvl.checks import check_positive, check_room, check_shape
+from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table
@@ -80,37 +80,22 @@ class SiglipViTConfig(NaVitSiglipConfig):
         return cls(**(values | {"intermediate_size": int(values.get("hidden_size", 1152) * ratio)}))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SiglipViTMetadata(Segments):
-    """The input of one `encode` call in addition to the pixels; segments are images."""
-
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
-
-
 class SiglipViT(NaVitSiglip):
     """The tower: pixels in, one vector per patch out; equal to timm's tower on the same weights."""
 
     config_class = SiglipViTConfig
 
-    def plan_checked(  # type: ignore[override]  # returns different metadata
-        self, layouts: Sequence[tuple[int, int]]
-    ) -> SiglipViTMetadata:
-        """Compute everything that depends on sizes, and resize the table, for images of (h, w) patches each."""
+    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
+        """Compute everything that depends on sizes for images of (h, w) patches each; positions are (N, E) vectors."""
         table = self.get_parameter(TABLE)
         check_room([sum(h * w for h, w in layouts)], 4 * table.shape[1], "tgt_sizes")
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
-        return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
+        return to_device(NaVitMetadata(**segments, positions=torch.cat(positions)), self.device)
 
-    def encode(self, patches_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
-        """Encode (N, C*P*P) patch rows of all images into (N, E); `attention` overrides the tower's backend."""
-        weight = next(self.parameters())
-        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), weight.device)
-        backend = self.backend(attention)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight)) + metadata.position_embeds
-        for layer in self.encoder["layers"].children():
-            x_NE = layer(x_NE, metadata, backend)
-        return self.post_layernorm(x_NE)
+    def position_embeds(self, metadata: NaVitMetadata) -> Tensor:
+        """Return the planned vectors."""
+        return metadata.positions
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # takes no sizes
         """Encode (B, C, H, W) pixels into (B, ceil(H / P) * ceil(W / P), E)."""

@@ -12,12 +12,13 @@ width, Q queries, D the language model's width.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from refvl.checks import as_size, as_sizes, check_integers, check_shape, is_integer
+from refvl.checks import as_sequence, as_size, as_sizes, check_integers, check_shape, is_integer
 from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 
@@ -28,16 +29,12 @@ def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     ValueError for an item or group without slices, for a slice without patches, and for temporal ids that do not cover
     every slice. Versions that do not use times raise ValueError if times are given.
     """
-    if not isinstance(layouts, Sequence) or isinstance(layouts, str):
-        raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
     checked = []
-    for i, layout in enumerate(layouts):
-        if not isinstance(layout, Sequence) or isinstance(layout, str):
-            raise TypeError(f"{name}[{i}]: expected a tuple of SliceGroups or (h, w), got {type(layout).__name__}")
-        if not layout:
+    for i, layout in enumerate(as_sequence(layouts, name)):
+        groups = enumerate(as_sequence(layout, f"{name}[{i}]"))
+        checked.append(tuple(as_slice_group(group, f"{name}[{i}][{j}]", reads_times) for j, group in groups))
+        if not checked[-1]:
             raise ValueError(f"{name}[{i}]: expected at least one slice, got none")
-        groups = [as_slice_group(group, f"{name}[{i}][{j}]", reads_times) for j, group in enumerate(layout)]
-        checked.append(tuple(groups))
     return checked
 
 
@@ -45,15 +42,12 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     """Return a `SliceGroup` or (h, w) as a `SliceGroup`, with every value checked; ids that are all -1 become None."""
     if not isinstance(group, SliceGroup):
         return SliceGroup((as_size(group, name),))
-    if not group.slices:
+    slices = tuple(as_sizes(group.slices, f"{name}.slices"))
+    if not slices:
         raise ValueError(f"{name}: expected at least one slice, got none")
-    slices = tuple(as_size(size, f"{name}.slices[{i}]") for i, size in enumerate(group.slices))
     if group.temporal_ids is None:
         return SliceGroup(slices)
-    try:
-        [ids] = as_temporal_groups([list(group.temporal_ids)], len(slices))
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}: {error}") from None
+    [ids] = as_temporal_groups([group.temporal_ids], len(slices), f"{name}: temporal_ids")
     if set(ids) == {NO_TIME}:
         return SliceGroup(slices)
     if not reads_times:
@@ -61,29 +55,21 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     return SliceGroup(slices, tuple(map(int, ids)))
 
 
-def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
+def as_temporal_groups(temporal_ids, num_slices: int, name: str = "temporal_ids") -> list[list[int]]:
     """Return one list of ids per group, with -1 for None.
 
-    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises TypeError for
-    a different type, and ValueError for ids below -1, an empty group, or ids that do not cover every slice once.
+    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises ValueError
+    for ids that are not integers from -1 on, an empty group, or ids that do not cover every slice once.
     """
     if temporal_ids is None:
         return [[NO_TIME]] * num_slices
     if isinstance(temporal_ids, Tensor):
-        check_integers(check_shape(temporal_ids, ("slices",), "temporal_ids"), "temporal_ids")
-        temporal_ids = temporal_ids[:, None].tolist()
-    if not isinstance(temporal_ids, Sequence) or not all(isinstance(ids, Sequence) for ids in temporal_ids):
-        raise TypeError(f"temporal_ids: expected one list of ids per group, or a flat tensor, got {temporal_ids!r}")
-    groups = [[NO_TIME if id_ is None else id_ for id_ in ids] for ids in temporal_ids]
-    for i, ids in enumerate(groups):
-        if not all(map(is_integer, ids)):
-            raise TypeError(f"temporal_ids[{i}]: expected integers, got {ids}")
-        if not ids or min(ids) < NO_TIME:
-            raise ValueError(f"temporal_ids[{i}]: expected at least one id, and none below -1 (no time), got {ids}")
-    if sum(map(len, groups)) != num_slices:
-        raise ValueError(
-            f"temporal_ids: expected one id for each of {num_slices} slices, got {sum(map(len, groups))} in {groups}"
-        )
+        temporal_ids = check_integers(check_shape(temporal_ids, ("slices",), name), name)[:, None].tolist()
+    groups = [[NO_TIME if id_ is None else id_ for id_ in as_sequence(ids, name)] for ids in temporal_ids]
+    if not all(groups) or not all(is_integer(id_) and id_ >= NO_TIME for id_ in chain(*groups)):
+        raise ValueError(f"{name}: expected groups of integers, none below -1 (no time), got {groups}")
+    if (count := sum(map(len, groups))) != num_slices:
+        raise ValueError(f"{name}: expected one id for each of {num_slices} slices, got {count} in {groups}")
     return groups
 
 

@@ -16,7 +16,7 @@
 An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. Squares do
 not attend to each other. `plan(layouts)` computes the indices of the patch rows of each size, and each size runs as one
 stack. The embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
-(`refvl.encoders.step3_paths`). `Tower` defines device, backends and weight names.
+(`SquarePath`). `Tower` defines device, backends and weight names.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
 H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
@@ -24,21 +24,27 @@ H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForCon
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments
+from refvl.attention import Segments, equal_segments
 from refvl.checks import Grid, check_pixel_rows
 from refvl.encoders.config import TowerConfig
-from refvl.encoders.step3_paths import SquarePath
 from refvl.encoders.tower import Tower, to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
+from refvl.positions.tables import resize_position_table
 
 CLASS_TOKENS = 4
+OUTER = {  # sizes in the config of the whole model -> fields
+    "understand_projector_stride": "understand_projector_stride",
+    "hidden_size": "out_hidden_size",
+    "projector_bias": "projector_bias",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +74,7 @@ class Step3VisionConfig(TowerConfig):
                 raise ValueError(f"{name}: must be at least two patches of {self.patch_size} px, got {size} px")
 
     @classmethod
-    def from_hf(
-        cls,
-        config,
-        *,
-        understand_projector_stride: int | None = None,
-        hidden_size: int | None = None,
-        projector_bias: bool | None = None,
-    ) -> "Step3VisionConfig":
+    def from_hf(cls, config, *, understand_projector_stride=None, hidden_size=None, projector_bias=None) -> Self:
         """Build a config from a vision config or a whole model's config: an object, or the dict in `config.json`.
 
         hidden_size: the width of the language model. Arguments that are None are read from the whole model's config, if
@@ -88,11 +87,10 @@ class Step3VisionConfig(TowerConfig):
             "hidden_size": hidden_size,
             "projector_bias": projector_bias,
         }
-        sources = [whole.get("text_config", {}), whole, given] if "vision_config" in whole else [given]
-        for source in sources:  # a later source overrides an earlier one
-            for name in given:
-                if source.get(name) is not None:
-                    values["out_hidden_size" if name == "hidden_size" else name] = source[name]
+        sources = [whole.get("text_config", {}), whole] if "vision_config" in whole else []
+        for name, ours in OUTER.items():
+            found = [source[name] for source in (*sources, given) if source.get(name) is not None]
+            values |= {ours: found[-1]} if found else {}  # a later source overrides an earlier one
         return cls(**values)
 
     @classmethod
@@ -155,13 +153,16 @@ class Step3VisionEncoder(Tower):
         width = config.output_hidden_size
         self.vit_downsampler = nn.Conv2d(config.hidden_size, width, 2, stride=config.understand_projector_stride)
         self.vit_downsampler2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is also channels-last
-            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(2 * width, config.out_hidden_size, bias=config.projector_bias)
-        self.crop_side = config.patches_per_side(config.crop_size)
-        self.crop_tokens = config.crop_tokens
-        self.image_side = config.patches_per_side(config.image_size)  # the patches along a side of an overview
-        self.image_tokens = config.image_tokens
+        self.prepare_squares()
+
+    def prepare_squares(self) -> None:
+        """Derive the sizes of both kinds of square; the convolutions get channels-last weights, like their input."""
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):
+            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
+        config = self.config
+        self.crop_side, self.crop_tokens = config.patches_per_side(config.crop_size), config.crop_tokens
+        self.image_side, self.image_tokens = config.patches_per_side(config.image_size), config.image_tokens
         self.patch_values = config.patch_values  # the number of values in a row, C * P * P
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
@@ -188,14 +189,7 @@ class Step3VisionEncoder(Tower):
         """Return (1 + side^2, E), the position table for squares of side x side patches."""
         return resize_class_and_positions(self.vision_model.embeddings.position_embedding.weight, side)
 
-    def forward(
-        self,
-        pixel_values: Tensor,
-        layouts=None,
-        *,
-        metadata: VisionMetadata | None = None,
-        attention: str | None = None,
-    ) -> Tensor:
+    def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode squares (B, C, S, S) as (B, M, D), or patch rows of images (N, C*P*P) as (M, D), with images in order.
 
         An image's rows are the patches of its crops in order, then those of the overview, each in row-major order. Its
@@ -203,14 +197,17 @@ class Step3VisionEncoder(Tower):
         earlier `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match the
         plan, and TypeError if their dtype is not floating point.
         """
-        if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
-            return self._encode_squares(pixel_values, attention)
+        if pixel_values.ndim == 4:
+            check_pixel_rows(pixel_values, ("B", self.config.num_channels, "S", "S"))
+            side = self.config.patches_per_side(pixel_values.shape[-1])
+            rows_NC = square_patch_rows(pixel_values, self.config.patch_size)
+            return self.encode_stack(rows_NC, self.position_embeds(side), attention=attention)
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: with patch rows, pass exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         weight = next(self.parameters())
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
-        check_pixel_rows(pixel_values, (("patches", num_rows), ("values (C*P*P)", self.patch_values)), weight.device)
+        check_pixel_rows(pixel_values, (("patches", num_rows), ("values", self.patch_values)))
         stacks = [
             (metadata.local_rows, metadata.local_position_embeds),
             (metadata.global_rows, metadata.global_position_embeds),
@@ -218,8 +215,7 @@ class Step3VisionEncoder(Tower):
         embeds = [torch.empty(0, self.config.out_hidden_size, dtype=weight.dtype, device=weight.device)]
         for rows, position_embeds in stacks:
             if len(rows):
-                embeds_BMD = self.encode_stack(pixel_values[rows], position_embeds, attention=attention)
-                embeds.append(embeds_BMD.flatten(0, 1))
+                embeds.append(self.encode_stack(pixel_values[rows], position_embeds, attention=attention).flatten(0, 1))
         return torch.cat(embeds)[metadata.order]  # reorders all crops, then all overviews, into the order of the images
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
@@ -230,12 +226,6 @@ class Step3VisionEncoder(Tower):
         x_BEnn = x_BTE.transpose(1, 2).unflatten(2, (side, side))
         x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))
         return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
-
-    def _encode_squares(self, pixels_BCSS: Tensor, attention: str | None) -> Tensor:
-        check_pixel_rows(pixels_BCSS, ("B", self.config.num_channels, "S", "S"), self.device)
-        rows_NC = square_patch_rows(pixels_BCSS, self.config.patch_size)
-        side = self.config.patches_per_side(pixels_BCSS.shape[-1])
-        return self.encode_stack(rows_NC, self.position_embeds(side), attention=attention)
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
         """Return (patch rows, output tokens, squares) of one image."""
@@ -249,7 +239,7 @@ class Step3VisionEncoder(Tower):
         return as_crop_layouts(layouts, name)
 
     @classmethod
-    def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
+    def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:
         """Build an encoder from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
         extra: sizes that a vision config lacks (see `Step3VisionConfig.from_hf`). attention: a backend of
@@ -259,8 +249,8 @@ class Step3VisionEncoder(Tower):
         return cls(config, attention=attention)
 
     @property
-    def paths(self) -> dict[str, SquarePath]:
-        """The two stacks as separate encoders, in the order of an image's rows and embeddings."""
+    def paths(self) -> dict[str, "SquarePath"]:
+        """The two stacks as encoders that graphs can capture, in the order of an image's rows and embeddings."""
         return {
             "local": SquarePath(self, self.crop_side, self.crop_tokens),
             "global": SquarePath(self, self.image_side, self.image_tokens),
@@ -292,6 +282,60 @@ class Step3VisionEncoder(Tower):
         return {"vision_model.embeddings.patch_embedding.weight": self.config.patch_kernel}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StackMetadata:
+    """The input of a stack of equal squares in addition to the pixels; the rest follows from the pixels' shape."""
+
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
+
+
+class SquarePath:
+    """The stack of crops or of overviews, as an encoder that `refvl.graphs` packs and captures on its own.
+
+    A layout is (squares, n, n), in patches. All squares of a path have the same size, so padding consists of whole
+    squares, to which no other square attends.
+    """
+
+    def __init__(self, encoder: Step3VisionEncoder, side: int, tokens: int):
+        """Wrap one stack. side: the patches along a side of a square; tokens: the output tokens of a square."""
+        self.encoder, self.side, self.tokens = encoder, side, tokens
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.encoder.dtype
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend for graph capture: "varlen" if it can run, otherwise "sdpa": equal segments need no mask."""
+        return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
+
+    def item_size(self, layout: Grid) -> tuple[int, int, int]:
+        """Return (patch rows, output tokens, squares) of `layout`."""
+        squares, h, w = layout
+        return squares * h * w, squares * self.tokens, squares
+
+    def plan(self, layouts: Sequence[Grid]) -> StackMetadata:
+        """Return one square's positions under the current weights; they are the same for every batch."""
+        return StackMetadata(self.encoder.position_embeds(self.side))
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
+        """Return metadata, which has the same size for any capacity."""
+        return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """Return zeros of shape (patch rows, C*P*P), for as many squares as `max_tokens` output tokens allow."""
+        rows = max_tokens // self.tokens * self.side**2
+        return torch.zeros(rows, self.encoder.patch_values, dtype=self.dtype, device=self.device)
+
+    def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
+        """Encode (N, C*P*P) rows of whole squares into (M, D), with the code that an eager forward runs."""
+        return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)
+
+
 class VisionTransformer(nn.Module):
     """The embeddings, followed by the layers; the four class tokens are dropped at the end."""
 
@@ -304,10 +348,7 @@ class VisionTransformer(nn.Module):
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
-        places_BT = torch.arange(B * T, device=x_BTE.device).view(
-            B, T
-        )  # this depends only on the shape, so a graph can capture it
-        segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
+        segments = equal_segments(B, T, x_BTE.device)
         x_NE = x_BTE.flatten(0, 1)  # from here on N is the number of tokens of all squares
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
@@ -376,15 +417,9 @@ class VisionMLP(nn.Module):
 def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
     """Resize (1 + S*S, E) to (1 + side*side, E): keep the class token's row, and resize the others like an image.
 
-    The resize is bicubic with antialiasing, in float32; a table of the correct size is returned unchanged. Upstream:
-    `get_abs_pos`.
+    The resize is bicubic with antialiasing, in float32. Upstream: `get_abs_pos`.
     """
-    size = math.isqrt(len(table) - 1)
-    if size == side:
-        return table
-    table_1ESS = table[1:].float().view(size, size, -1).permute(2, 0, 1)[None]
-    resized_1Enn = F.interpolate(table_1ESS, (side, side), mode="bicubic", align_corners=False, antialias=True)
-    return torch.cat([table[:1], resized_1Enn[0].flatten(1).T.to(table.dtype)])
+    return torch.cat([table[:1], resize_position_table(table[1:], (side, side), antialias=True)])
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

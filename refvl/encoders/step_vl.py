@@ -22,6 +22,7 @@ Shape suffixes: B squares, N patches of all squares, T patches of one square, E 
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,10 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import Segments
+from refvl.attention import Segments, equal_segments
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder, VisionMetadata, VisionMLP
 from refvl.encoders.tower import Tower
-from refvl.encoders.weights import named_tensors
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
@@ -61,6 +61,7 @@ RENAMED = {  # a regular expression for a name in the released file or transform
 class StepVLVisionConfig(Step3VisionConfig):
     """The sizes of the encoder, under transformers' names; `aliases` maps three names of the released file."""
 
+    head_unit = 4
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
     intermediate_size: int = 8960  # always `mlp_ratio` times the width, as in upstream
@@ -71,8 +72,6 @@ class StepVLVisionConfig(Step3VisionConfig):
     def __post_init__(self):
         Step3VisionConfig.__post_init__(self)
         object.__setattr__(self, "intermediate_size", int(self.hidden_size * self.mlp_ratio))
-        if self.head_dim % 4:
-            raise ValueError(f"hidden_size: the head dimension must be a multiple of 4, got {self.head_dim}")
         for name in ("image_size", "crop_size"):
             if (size := getattr(self, name)) % (4 * self.patch_size):
                 raise ValueError(f"{name}: must be a multiple of {4 * self.patch_size} px, got {size} px")
@@ -99,14 +98,8 @@ class StepVLEncoder(Step3VisionEncoder):
         self.vision_model = PerceptionEncoder(config)
         self.vit_downsampler = nn.Conv2d(E, 2 * E, 3, stride=2, padding=1)
         self.vit_downsampler2 = nn.Conv2d(2 * E, 4 * E, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is also channels-last
-            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(4 * E, config.out_hidden_size, bias=config.projector_bias)
-        self.crop_side = config.patches_per_side(config.crop_size)
-        self.crop_tokens = config.crop_tokens
-        self.image_side = config.patches_per_side(config.image_size)  # the patches along a side of an overview
-        self.image_tokens = config.image_tokens
-        self.patch_values = config.patch_values  # the number of values in a row, C * P * P
+        self.prepare_squares()
 
     def position_embeds(self, side: int) -> Tensor:
         """Return (side^2, E), the position table for squares of side x side patches."""
@@ -122,27 +115,19 @@ class StepVLEncoder(Step3VisionEncoder):
         """Return the (N,) patch rows of all crops, then of all overviews."""
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, under the released names or transformers' names.
-
-        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches (see `load_strict`).
-        """
-        return super().load_weights(pair_halves(weights, self.config.num_heads, self.config.head_dim))
+    def split_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1)."""
+        order = torch.arange(3 * self.config.hidden_size).view(3, self.config.num_heads, -1)
+        order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
+        for name, tensor in pairs:
+            is_released = ".attn.in_proj_" in name and len(tensor) == order.numel()
+            yield name, tensor[order.flatten()] if is_released else tensor
 
     def rename(self, name: str) -> str:
         """Return the name of the parameter that a checkpoint's tensor of this name fills."""
         for old, new in RENAMED.items():
             name = re.sub(old, new, name)
         return name
-
-
-def pair_halves(weights: Iterable[tuple[str, Tensor]], heads: int, K: int) -> Iterator[tuple[str, Tensor]]:
-    """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1)."""
-    order = torch.arange(3 * heads * K).view(3, heads, K)
-    order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
-    for name, tensor in named_tensors(weights):
-        is_released = ".attn.in_proj_" in name and isinstance(tensor, Tensor) and tensor.shape[:1] == (order.numel(),)
-        yield name, tensor[order.flatten()] if is_released else tensor
 
 
 class PerceptionEncoder(nn.Module):
@@ -166,15 +151,10 @@ class PerceptionEncoder(nn.Module):
         patches_NE = self.embeddings["patch_embedding"](rows_NC.to(position_embeds.dtype))
         x_BTE = self.pre_layernorm(patches_NE.unflatten(0, (-1, len(position_embeds))) + position_embeds)
         B, T, _ = x_BTE.shape
-        index = torch.arange(
-            B * T, device=x_BTE.device
-        )  # the rest depends only on the shape, so a graph can capture it
-        segments = Segments(
-            torch.arange(0, B * T + 1, T, dtype=torch.int32, device=index.device), (index.view(B, T),), T
-        )
-        side = int(T**0.5)
-        column_row = torch.stack([index % side, index % T // side], dim=1)
-        rotary = rotary_factors(*rotary_cos_sin(column_row, rotary_frequencies(self.head_dim, device=index.device)))
+        device, side = x_BTE.device, math.isqrt(T)
+        segments = equal_segments(B, T, device)  # they and the angles depend on the shape, so a graph can capture them
+        column_row = torch.cartesian_prod(*[torch.arange(side, device=device)] * 2).flip(1).repeat(B, 1)
+        rotary = rotary_factors(*rotary_cos_sin(column_row, rotary_frequencies(self.head_dim, device=device)))
         x_NE = x_BTE.flatten(0, 1)
         for layer in self.layers:
             x_NE = layer(x_NE, rotary, segments, backend)

@@ -4,7 +4,7 @@ Each encoder has its own file. A config is a frozen dataclass derived from `Towe
 subclass of `Tower`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -29,13 +29,14 @@ class Tower(nn.Module):
     config_class: ClassVar[Any]
     config: Any  # an instance of config_class
     check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
+    block_size: Any  # patches per token, if it is a constant
+    patch_values: Any  # the number of values in a patch row
     plan_checked: Any  # (layouts) -> the plan for layouts that are already checked, such as a processor's
 
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
         self.config, self.attention = config, attention
         self.head_dim = getattr(config, "head_dim", 0)  # K
-        self.skipped: list[str] = []  # checkpoint names that `load_weights` skipped
         self.is_compiled = False  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
@@ -84,11 +85,11 @@ class Tower(nn.Module):
         TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (grid_thw is None):
-            raise ValueError("forward: pass exactly one of grid_thw and metadata")
+            raise ValueError("forward: pass exactly one of the layouts (grid_thw) and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
         patches = len(metadata.positions)
         if pixel_values.shape != (patches, self.patch_values) or not pixel_values.is_floating_point():
-            check_pixel_rows(pixel_values, (("patches", patches), ("values (C*Tp*P*P)", self.patch_values)))
+            check_pixel_rows(pixel_values, (("patches", patches), ("values", self.patch_values)))
         return pixel_values.to(next(self.parameters())), metadata, self.backend(attention)
 
     def plan(self, layouts) -> Any:
@@ -102,17 +103,22 @@ class Tower(nn.Module):
         """Return the patch row at each input position (-1 for none), for each pass through the blocks in a forward."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """Return zeros of shape (patch rows, values) for `max_tokens` output tokens of `block_size` patches each."""
+        return next(self.parameters()).new_zeros(max_tokens * self.block_size, self.patch_values)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        `rename` maps the names; q, k and v may be fused or separate. Names that match `unused` are skipped and listed
-        in `skipped`. Raises one ValueError that lists all other mismatches (see `load_strict`).
+        `split_weights` changes the tensors, and `rename` the names; q, k and v may be fused or separate. Names that
+        match `unused` are skipped. Raises one ValueError that lists all other mismatches (see `load_strict`).
         """
-        self.skipped = []
-        return load_strict(
-            self, weights, rename=self.rename, fuse=("q", "k", "v"), kernels=self.kernels,
-            skip=self.unused, skipped=self.skipped,
-        )  # fmt: skip
+        pairs = self.split_weights(weights.items() if isinstance(weights, Mapping) else weights)
+        return load_strict(self, pairs, rename=self.rename, kernels=self.kernels, skip=self.unused)
+
+    def split_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return a checkpoint's pairs with its tensors in the order and pieces of this tower."""
+        return pairs
 
     def rename(self, name: str) -> str:
         """Return the name of the parameter that a checkpoint's tensor of this name fills."""

@@ -9,8 +9,6 @@ Shape suffixes: B images, N tokens, D tower width.
 Upstream: `VisionEncoderInfo` and subclasses, `get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
 """
 
-import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -20,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from refvl.attention import available_backends
-from refvl.checks import check_positive_int, check_shape
-
-logger = logging.getLogger(__name__)
+from refvl.checks import check_shape
 
 
 @dataclass(frozen=True)
@@ -36,10 +32,7 @@ class VisionEncoderInfo:
     @classmethod
     def from_hf(cls, hf_config) -> Self:
         """Build the info from a whole model's config; the sizes are in its `vision_config`."""
-        vision = hf_config.vision_config
-        image_size = check_positive_int(vision.image_size, "image_size")
-        patch_size = check_positive_int(vision.patch_size, "patch_size")
-        return cls(image_size, patch_size)
+        return cls(hf_config.vision_config.image_size, hf_config.vision_config.patch_size)
 
     def get_image_size(self) -> int:
         """Return the number of pixels along a side of an image."""
@@ -59,8 +52,6 @@ class VisionEncoderInfo:
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Return the number of tokens of an image of this size in pixels."""
-        check_positive_int(image_width, "image_width")
-        check_positive_int(image_height, "image_height")
         across, down = self.get_patch_grid_size(image_width=image_width, image_height=image_height)
         return across * down + self.class_tokens
 
@@ -107,23 +98,15 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
     >>> get_vision_encoder_info(LlavaConfig()).get_num_image_tokens(image_width=640, image_height=480)  # CLIP, 336 px
     577
     """
-    vision = getattr(hf_config, "vision_config", None)
-    if vision is None:
-        raise ValueError(f"hf_config: expected a model's config with a vision_config, got {type(hf_config).__name__}")
-    if vision.model_type not in ENCODER_INFOS:
-        raise ValueError(f"vision_config: model_type must be one of {list(ENCODER_INFOS)}, got {vision.model_type!r}")
-    return ENCODER_INFOS[vision.model_type].from_hf(hf_config)
+    model_type = getattr(getattr(hf_config, "vision_config", None), "model_type", None)
+    if model_type not in ENCODER_INFOS:
+        raise ValueError(f"vision_config: model_type must be one of {list(ENCODER_INFOS)}, got {model_type!r}")
+    return ENCODER_INFOS[model_type].from_hf(hf_config)
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the backend of `refvl.attention` for a tower; log the reason at level INFO with this module's logger.
-
-    Raises ValueError for a head_size below 1.
-    """
-    available = available_backends(device, dtype, check_positive_int(head_size, "head_size"))
-    found = "vision attention: %s, the fastest of %s for %s heads of %d on %s"
-    logger.info(found, available[0], available, dtype, head_size, device)
-    return available[0]
+    """Return the fastest backend of `refvl.attention` for a tower."""
+    return available_backends(device, dtype, head_size)[0]
 
 
 FEATURE_SELECTORS = {
@@ -153,9 +136,8 @@ def resolve_visual_encoder_outputs(
     max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index is the
     second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1 instead.
 
-    Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
-    `select_layers`, for a tensor with `select_layers`, and for missing layers. A negative index beyond the loaded
-    layers selects an earlier one, as in upstream, with a warning.
+    Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for missing layers.
+    A negative index beyond the loaded layers selects an earlier one, as in upstream.
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:
@@ -163,31 +145,21 @@ def resolve_visual_encoder_outputs(
         raise ValueError(f"feature_select_strategy: expected one of {allowed} or a callable, got {strategy!r}")
     select = strategy if callable(strategy) else FEATURE_SELECTORS[strategy]
     if select_layers is None:
-        if not isinstance(encoder_outputs, Tensor):
-            kind = type(encoder_outputs).__name__
-            raise ValueError(f"encoder_outputs: without select_layers, expected the last layer's tensor, got {kind}")
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
         raise ValueError("max_possible_layers: with select_layers, expected the tower's depth, got None")
-    if isinstance(encoder_outputs, Tensor):
-        raise ValueError("encoder_outputs: with select_layers, expected the list of all hidden states, got one tensor")
-    if not select_layers:
-        raise ValueError("select_layers: expected at least one layer, got none")
     features = [select(_hidden_state(encoder_outputs, layer, max_possible_layers)) for layer in select_layers]
     if post_layer_norm is not None and select_layers[-1] in (-1, max_possible_layers - 1):
         features[-1] = post_layer_norm(features[-1])
     return torch.cat(features, dim=-1)
 
 
-def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_layers: int) -> Tensor:
+def _hidden_state(hidden_states: Tensor | Sequence[Tensor], layer: int, max_possible_layers: int) -> Tensor:
     """Return hidden state `layer`; a negative one is relative to the whole tower, even if fewer layers are loaded."""
     loaded = len(hidden_states) - 1
     index = layer if layer >= 0 else layer + max_possible_layers - loaded
     if not -len(hidden_states) <= index < len(hidden_states):
         known = f"one of the {loaded} loaded layers (the whole tower has {max_possible_layers})"
         raise ValueError(f"select_layers: expected {known}, got layer {layer}")
-    if layer < 0 <= index:
-        beyond = f"layer {layer} of {max_possible_layers} is beyond the {loaded} loaded layers"
-        warnings.warn(f"select_layers: {beyond}; hidden state {index} is read instead", stacklevel=3)
     return check_shape(hidden_states[index], ("B", "N", "D"), f"encoder_outputs[{index}]")

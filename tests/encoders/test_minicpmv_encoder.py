@@ -10,6 +10,7 @@ import pytest
 import torch
 from closeness import assert_differ
 from towers import randomize
+from transformers import PretrainedConfig
 
 from refvl.encoders import SiglipViT
 from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
@@ -109,12 +110,8 @@ def test_versions_golden(case):
 
 
 def test_a_transformers_config_will_do():
-    from transformers import PretrainedConfig
-
     whole = PretrainedConfig(**config("4.5"), model_type="minicpmv")
     assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).config.query_num == 4
-    with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
-        MiniCPMVEncoderConfig.from_hf("2.6")
 
 
 @pytest.mark.parametrize(("version", "width", "heads"), [("2.0", 2304, 18), ("2.6", 3584, 28), ("4.5", 4096, 32)])
@@ -128,10 +125,6 @@ def test_released_shapes(version, width, heads):
 
 
 def test_bad_configs_are_named():
-    with pytest.raises(ValueError, match="hidden_size: must be a multiple of resampler_heads=3, got 385"):
-        MiniCPMVEncoderConfig.from_hf(config("2.6", hidden_size=385))
-    with pytest.raises(ValueError, match="query_num: must be at least 1, got 0"):
-        MiniCPMVEncoderConfig.from_hf(config("2.6", query_num=0))
     with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
         MiniCPMVEncoderConfig.from_hf({"hidden_size": 64, "query_num": 4})
     with pytest.raises(ValueError, match="query_num: expected a square number for version 2.0, got 6"):
@@ -155,26 +148,20 @@ def test_layouts_are_normalised_and_hashable(encoder):
         ([()], ValueError, r"layouts\[0\]: expected at least one slice, got none"),
         ([((4, 5), (0, 3))], ValueError, r"layouts\[0\]\[1\]: every extent must be at least 1, got \(0, 3\)"),
         ([(4, 5)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got 4"),
-        ([((1, 4, 5),)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got \(1, 4, 5\)"),
-        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected integers"),
-        (7, TypeError, "layouts: expected a sequence of layouts, got int"),
-        ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a tuple of SliceGroups or \(h, w\)"),
+        ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a sequence"),
         ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
-        ([(SliceGroup(((4, 0),)),)], ValueError, r"layouts\[0\]\[0\].slices\[0\]: every extent must be at least 1"),
         ([(SliceGroup(((4, 5),) * 2, (1,)),)], ValueError, r"\[0\]: temporal_ids: expected one id for each of 2 "),
-        ([(SliceGroup(((4, 5),), (-3,)),)], ValueError, r"\[0\]\[0\]: temporal_ids\[0\]: expected at least one"),
+        ([(SliceGroup(((4, 5),), (-3,)),)], ValueError, r"\[0\]\[0\]: temporal_ids: expected .* none below -1"),
     ],
 )  # fmt: skip
-def test_bad_layouts_are_named(encoder, layouts, error, message):
+def test_bad_layouts_are_named(layouts, error, message):
     with pytest.raises(error, match=message):
-        encoder.plan(layouts)
+        build("4.5").plan(layouts)
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.5", "2.6", "4.0"])
 def test_times_are_for_4_5(version):
-    with pytest.raises(
-        ValueError, match=r"layouts\[0\]\[0\]: expected no temporal ids, which only MiniCPM-V 4.5 supports"
-    ):
+    with pytest.raises(ValueError, match=r"layouts\[0\]\[0\]: expected no temporal ids, which only MiniCPM-V 4.5"):
         build(version).check_layouts([CLIP])
 
 
@@ -213,7 +200,6 @@ def test_a_checkpoint_loads_bit_by_bit(encoder):
     assert all(
         torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), encoder.state_dict().values(), strict=True)
     )
-    assert fresh.skipped == []
 
 
 @pytest.mark.parametrize("version", LATER)
@@ -232,22 +218,19 @@ def test_golden_names(version):
     else:
         assert all(golden[name] is None for name in audio)
         encoder.load_weights(weights.items())
-        assert encoder.skipped == sorted(audio)
 
 
 @pytest.mark.parametrize("version", ENCODERS)
 @torch.no_grad()
 def test_what_has_no_place_is_left_out_by_name(version):
-    """A dropped last layer, pooling heads and 2.0's positions: listed in `skipped`, and the rest is strict."""
+    """A dropped last layer, pooling heads and 2.0's positions; the rest is strict."""
     whole = build(version)
     dropped = ENCODERS[version].from_config(config(version, drop_vision_last_layer=True))
     pool = {
         "2.0": {"vpm.attn_pool.latent": torch.zeros(1), "resampler.pos_embed": torch.zeros(4, 64)},
     }.get(version, {"vpm.head.probe": torch.zeros(1)})  # fmt: skip
     weights = checkpoint(whole) | pool
-    last = "vpm.blocks.1." if version == "2.0" else "vpm.encoder.layers.1."
     dropped.load_weights(weights.items())
-    assert set(dropped.skipped) == {name for name in weights if name.startswith(last)} | pool.keys()
     assert len(dropped.state_dict()) < len(whole.state_dict())
     rows = random_rows(whole, [PICTURE])
     assert_differ(dropped(rows, [PICTURE]), whole(rows, [PICTURE]), whole)

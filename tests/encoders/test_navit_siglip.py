@@ -87,21 +87,12 @@ def test_golden(name):
     assert got.shape == want.shape
     for b, (h, w) in enumerate(sizes):
         assert_agree(got[b, : h * w], want[b, : h * w], tower)
-        assert torch.equal(tower.plan([sizes[b]], seen and [seen[b]]).position_ids, golden_ids(name)[b, : h * w])
+        assert torch.equal(tower.plan([sizes[b]], seen and [seen[b]]).positions, golden_ids(name)[b, : h * w])
         assert not got[b, h * w :].any()
 
 
 def golden_ids(name):
     return torch.from_numpy(ARRAYS[f"idefics/{name}/position_ids"])
-
-
-@torch.no_grad()
-def test_golden_picture():
-    """Oracle: as above, a picture of 5 x 3 patches that was never cut into a strip."""
-    x, want = array("idefics/nomask/x"), array("idefics/nomask/y")
-    strip = x.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 1, 4, 2, 3, 5).flatten(3)
-    assert torch.equal(picture(strip[0], 5, 3), x[0])
-    assert_agree(golden_tower()(strip, [(5, 3)]), want, golden_tower())
 
 
 @torch.no_grad()
@@ -179,19 +170,9 @@ def test_integers_equal_the_buckets_of_fractions(length, side):
     assert torch.equal(place_in_table(length, 1, side), want * side)
 
 
-def test_the_table_s_own_size_reads_it_in_order():
-    assert torch.equal(place_in_table(7, 7, 7), torch.arange(49))
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_no_slices(ours):
     assert ours(torch.zeros(0, 3, 14, 28), []).shape == (0, 2, 48)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,18 +180,8 @@ def test_no_slices(ours):
     [
         ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: expected at most 20 .*, got \[24\]"),
         ((2, 3, 14, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 0 must be 1, got 2"),
-        (
-            (1, 3, 14, 281),
-            [(4, 5)],
-            None,
-            ValueError,
-            "pixel_values: expected a width of whole patches of 14 px, got 281 px",
-        ),
-        ((1, 3, 28, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 2 must be 14"),
-        ((1, 3, 14, 280), [(0, 5)], None, ValueError, r"tgt_sizes\[0\]: every extent must be at least 1, got \(0, 5\)"),
+        ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: expected a width of whole patches of 14 px"),
         ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected integers"),
-        ((1, 3, 14, 280), [(1, 4, 5)], None, ValueError, r"tgt_sizes\[0\]: expected \(h, w\)"),
-        ((1, 3, 14, 280), 4, None, TypeError, r"tgt_sizes: expected a sequence of \(h, w\), got int"),
         ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: expected as many patches per slice"),
     ],
 )
@@ -223,18 +194,10 @@ def test_bad_input_is_named(ours, shape, sizes, seen, error, message):
     ("config", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act: expected 'gelu_pytorch_tanh', got 'gelu'"),
-        ({"hidden_size": 50, "num_attention_heads": 4}, "hidden_size: must be a multiple of num_attention_heads=4"),
-        ({"image_size": 10}, "image_size: must be at least patch_size=14, got 10"),
+        ({"hidden_size": 50, "num_attention_heads": 4}, "hidden_size: must be a multiple of 4 for 4 heads, got 50"),
+        ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),
     ],
 )
 def test_bad_configs_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         NaVitSiglip.from_config(config)
-
-
-def test_weights_are_strict(idefics2):
-    weights = dict(idefics2.state_dict())
-    weights["embeddings.patch_embedding.weight"] = torch.zeros(48, 3, 16, 16)
-    weights["encoder.layers.7.mlp.fc1.bias"] = weights.pop("encoder.layers.0.mlp.fc1.bias")
-    with pytest.raises(ValueError, match="(?s)unexpected.*layers.7.*misshapen.*patch_embedding.*missing.*layers.0.mlp"):
-        NaVitSiglip.from_config(TINY).load_weights(weights.items())

@@ -60,27 +60,6 @@ def test_the_attention_pool_is_left_out_and_the_dropped_block_may_be_there():
     assert torch.equal(short(x), tower(drop_last_layer=True)(x))
 
 
-def test_weights_are_strict():
-    changed = weights()
-    changed["head.weight"] = changed.pop("norm.weight")
-    changed["pos_embed"] = torch.zeros(1, 25, 48)
-    with pytest.raises(ValueError, match=r"(?s)unexpected.*head.weight.*misshapen.*pos_embed.*missing.*norm.weight"):
-        SiglipViT.from_config(GOLDEN["config"]).load_weights(changed.items())
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"embed_dim": 50, "num_heads": 4}, "embed_dim: must be a multiple of num_heads=4, got 50"),
-        ({"img_size": 10}, "img_size: must be at least patch_size=14, got 10"),
-        ({"vision_encoder": "eva02"}, "vision_encoder: must begin with 'vit_so400m_patch14_siglip_384', got 'eva02'"),
-    ],
-)
-def test_bad_configs_are_named(config, message):
-    with pytest.raises(ValueError, match=message):
-        SiglipViT.from_config(config)
-
-
-def test_bad_pixels_are_named():
-    with pytest.raises(ValueError, match="pixel_values: dimension 1 must be 3, got 4"):
-        tower()(torch.zeros(1, 4, 28, 28))
+def test_another_tower_is_named():
+    with pytest.raises(ValueError, match="vision_encoder: must begin with .*siglip_384', got 'eva02'"):
+        SiglipViT.from_config({"vision_encoder": "eva02"})

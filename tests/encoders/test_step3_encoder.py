@@ -170,11 +170,8 @@ def test_configs_of_every_kind():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"hidden_act": "gelu"}, ValueError, "hidden_act: expected 'quick_gelu', got 'gelu'"),
-        ({"hidden_size": 50, "num_attention_heads": 4}, ValueError, "hidden_size: must be a multiple of"),
-        ({"image_size": 20}, ValueError, "image_size: must be at least two patches"),
+        ({"image_size": 27}, ValueError, "image_size: must be at least two patches"),
         ({"crop_size": 27}, ValueError, "crop_size: must be at least two patches of 14 px, got 27 px"),
-        (3, TypeError, "config: expected a dict"),
     ],
     ids=str,
 )
@@ -183,19 +180,11 @@ def test_configs_that_cannot_be(config, error, message):
         Step3VisionConfig.from_hf(config)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda e: e(torch.zeros(1, 4, 84, 84)), ValueError, "pixel_values: dimension 1 must be 3, got 4"),
-        (lambda e: e(torch.zeros(1, 3, 84, 98)), ValueError, "expected squares"),
-        (lambda e: e.plan([(1, 2, 3)]), ValueError, r"layouts\[0\]: expected \(rows, columns\)"),
-        (lambda e: e.check_layouts("ab", name="image_grid_thw"), TypeError, "image_grid_thw: expected a sequence"),
-    ],
-    ids=range(4),
-)
-def test_inputs_that_cannot_be(encoder, call, error, message):
-    with pytest.raises(error, match=message):
-        call(encoder)
+def test_inputs_that_cannot_be(encoder):
+    with pytest.raises(ValueError, match="expected squares"):
+        encoder(torch.zeros(1, 3, 84, 98))
+    with pytest.raises(ValueError, match=r"layouts\[0\]: expected \(rows, columns\)"):
+        encoder.plan([(1, 2, 3)])
 
 
 def test_layouts_come_back_normalised(encoder):

@@ -2,7 +2,6 @@
 and `refvl.attention`."""
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,24 +79,10 @@ def test_a_thread_keeps_one_token():
     assert info.get_patch_grid_size(image_width=3000, image_height=1) == (64, 1)
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        (Qwen2_5_VLConfig(), ValueError, "vision_config: model_type must be one of .*clip_vision_model.*'qwen2_5_vl"),
-        (CLIPVisionConfig(), ValueError, "hf_config: expected a model's config with a vision_config"),
-        (model_config("clip", 224, 0), ValueError, "patch_size: must be at least 1, got 0"),
-        (model_config("clip", "big", 14), TypeError, "image_size: expected an integer"),
-    ],
-)
-def test_unknown_towers_are_named(config, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("config", [Qwen2_5_VLConfig(), CLIPVisionConfig()], ids=["Qwen", "a vision config"])
+def test_unknown_towers_are_named(config):
+    with pytest.raises(ValueError, match="vision_config: model_type must be one of .*clip_vision_model"):
         get_vision_encoder_info(config)
-
-
-def test_wrong_pictures_are_named():
-    info = get_vision_encoder_info(model_config("siglip", 224, 16))
-    with pytest.raises(ValueError, match="image_width: must be at least 1, got 0"):
-        info.get_num_image_tokens(image_width=0, image_height=5)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -111,16 +96,3 @@ def test_the_best_backend_is_taken(head_size, device, dtype):
     best = attention.available_backends(device, dtype, head_size)[0]
     assert get_vit_attn_backend(head_size, dtype, device) == best
     assert best == ("varlen" if device == "cuda" and dtype == torch.bfloat16 and head_size < 512 else "sdpa")
-
-
-def test_a_wrong_head_size_is_named():
-    with pytest.raises(ValueError, match="head_size: must be at least 1"):
-        get_vit_attn_backend(0, torch.float32, "cpu")
-
-
-def test_the_reason_is_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="refvl"):
-        get_vit_attn_backend(80, torch.float32, "cpu")
-    assert [record.message for record in caplog.records] == [
-        "vision attention: sdpa, the fastest of ['sdpa', 'masked'] for torch.float32 heads of 80 on cpu",
-    ]
