@@ -89,8 +89,8 @@ test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs
 	.venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e '.[test]'
 	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
 
-test-vllm: .venv-vllm/.installed ## every small model in a running vLLM, request by request (N=40 RECORD=1 keeps the results)
-	.venv-vllm/bin/python -m benchmarks.vllm_serving -n $(or $(N),5) $(if $(RECORD),--write)
+test-vllm: .venv-vllm/.installed ## the small models of Qwen and GLM in a running vLLM, request by request (N=40 asks more)
+	.venv-vllm/bin/python -m benchmarks.vllm_serving -n $(or $(N),5)
 
 .venv-vllm/.installed: benchmarks/vllm_env.sh
 	benchmarks/vllm_env.sh .venv-vllm $(PYTHON)

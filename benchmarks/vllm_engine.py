@@ -1,29 +1,19 @@
-"""A vLLM engine in this process, whose inputs and outputs can be observed, and parts that two shipped folders lack.
+"""A vLLM engine in this process, whose inputs and outputs can be observed.
 
-Qwen's and GLM's folders load unchanged. Step3's sizes are constants in vLLM, and released MiniCPM-V folders contain
-code that ours lack; `stand_ins` provides both. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` creates an
-environment with its build for CPUs. Import this module before vLLM, which reads the environment variables set here
-during its import.
+Qwen's and GLM's folders load unchanged. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` creates an environment
+with its build for CPUs. Import this module before vLLM, which reads the environment variables set here during its
+import.
 """
 
-import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, BatchFeature, Qwen3Config, SiglipVisionConfig
 
 import refvl
-from refvl.paths import DATA
-from refvl.pixels.crops import CropConfig
-from refvl.pixels.slices import plan_slices, slice_grid
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -38,40 +28,11 @@ def start(folder: str | Path, **options) -> Any:
     engine = vllm.LLM(
         str(folder), enforce_eager=True, seed=0, enable_prefix_caching=False, async_scheduling=False,
         mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1,
-        allowed_local_media_path=str(DATA), **options,
+        **options,
     )  # fmt: skip
     if options.get("video_pruning_rate"):  # vLLM's runner for CPUs does not set this
         runner(engine).is_multimodal_pruning_enabled = True
     return engine
-
-
-def start_tower(
-    checkpoint: Path, vision_config: dict, weights: dict[str, Tensor]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the tower of a vLLM engine that loads `checkpoint` with this tower in place of its own.
-
-    weights: tensors by transformers' names. The tower accepts (N, values) patch rows and (items, 3) grids, as vLLM's
-        model calls it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-        config = json.loads((checkpoint / "config.json").read_text())
-        config["vision_config"] = {"model_type": config["vision_config"]["model_type"]} | vision_config
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        tensors = load_file(checkpoint / "model.safetensors")
-        [prefix] = {name.partition("visual.")[0] for name in tensors if "visual." in name}
-        tensors = {name: tensor for name, tensor in tensors.items() if "visual." not in name}
-        tensors |= {f"{prefix}visual.{name}": tensor.contiguous() for name, tensor in weights.items()}
-        save_file(tensors, Path(folder) / "model.safetensors")
-        engine = start(folder, skip_mm_profiling=True)
-    from vllm.forward_context import set_forward_context
-
-    def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        own = runner(engine)  # keeps the engine alive, because a deleted engine empties its runner
-        with set_forward_context(None, own.vllm_config):
-            return own.model.visual(pixel_values, grid_thw=grid_thw)
-
-    return tower
 
 
 def runner(engine: Any) -> Any:
@@ -136,92 +97,3 @@ def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
             media["image"].append(medium)
     text, _ = model.processor.render(messages)
     return {"prompt": text, "multi_modal_data": {kind: found for kind, found in media.items() if found}}
-
-
-def messages(prompt: str, images=(), videos=()) -> list[dict]:
-    """Return the same request in the form of `LLM.chat`, for media that are files."""
-    media = [("image_url", path) for path in images] + [("video_url", path) for path in videos]
-    content = [{"type": kind, kind: {"url": path.as_uri()}} for kind, path in media]
-    return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
-
-
-def stand_ins(model: refvl.VLM) -> None:
-    """Patch vLLM for families whose folders it cannot load unchanged; do nothing for other families."""
-    if model.family.name.startswith("Step3"):
-        _step3(model.processor.image_config)
-    if model.family.name.startswith("MiniCPM-V"):
-        _minicpmv(model)
-
-
-def _step3(config: CropConfig) -> None:
-    """Set our image sizes in vLLM, which has the release's sizes as constants: 728, 504 and 3024 px."""
-    import vllm.model_executor.models.step3_vl as models
-    import vllm.transformers_utils.processors.step3_vl as processors
-
-    def determine_window_size(self, long: int, short: int) -> int:
-        if long < config.image_size:
-            return short if long / short > 1.5 else 0
-        return min(short, config.crop_size) if long / short > 4 else config.crop_size
-
-    sizes = config.image_size, config.crop_size, config.image_tokens, config.crop_tokens
-    processors.Step3VLImageProcessor.__init__.__defaults__ = (*sizes, True)
-    processors.ImagePatcher.determine_window_size = determine_window_size
-    models.MAX_IMAGE_SIZE = processors.MAX_IMAGE_SIZE = config.max_side
-
-
-class FlatConfig(Qwen3Config):
-    """MiniCPM-V 4.5's config.json, read as by the release's own code: the text model's keys, and a vision config."""
-
-    model_type = "minicpmv"
-
-    def __init__(self, vision_config: dict | None = None, **values):
-        self.vision_config = SiglipVisionConfig(**(vision_config or {}))
-        super().__init__(**values)
-
-
-class SlicesAsReleased:
-    """refvl's slices, under the names of the release's own image processor, which vLLM calls."""
-
-    im_id_start, im_id_end = "<image_id>", "</image_id>"
-
-    def __init__(self, model: refvl.VLM):
-        self.processor, self.image_feature_size = model.processor, model.processor.query_num
-        self.max_slice_nums = model.processor.image_config.max_slice_nums
-
-    def _config(self, max_slice_nums: int | None):
-        return replace(self.processor.image_config, max_slice_nums=max_slice_nums or self.max_slice_nums)
-
-    def get_sliced_grid(self, size, max_slice_nums: int | None = None):
-        return slice_grid(*size, self._config(max_slice_nums))
-
-    def get_slice_image_placeholder(self, size, image_idx=0, max_slice_nums=None, use_image_id=True) -> str:
-        plan = plan_slices(*size, self._config(max_slice_nums))
-        medium = replace(self.processor.media_tokens("image", plan.layout), grid=plan.grid)
-        return self.processor.write_image(medium, image_idx)
-
-    def __call__(self, images, do_pad=True, return_tensors=None, **kwargs) -> BatchFeature:
-        """Turn images [[image], ...] into strips (3, P, L * P), sizes (width, height) and tgt_sizes (S, 2)."""
-        found = {"pixel_values": [], "image_sizes": [], "tgt_sizes": []}
-        for [image] in images:
-            [patches] = self.processor.patchify([image])
-            tgt_sizes = [size for group in patches.layout for size in group.slices]
-            rows = patches.pixel_values.split([h * w for h, w in tgt_sizes])
-            side = self.processor.image_config.patch_size
-            strips = [x.view(-1, 3, side, side).permute(1, 2, 0, 3).reshape(3, side, -1) for x in rows]
-            found["pixel_values"].append(strips)
-            found["image_sizes"].append([image.size])
-            found["tgt_sizes"].append(torch.tensor(tgt_sizes))
-        return BatchFeature(found)
-
-
-def _minicpmv(model: refvl.VLM) -> None:
-    """Provide the config and image processor of MiniCPM-V 4.5, which released folders contain as code."""
-    from vllm.model_executor.models.minicpmv import MiniCPMVProcessingInfo
-    from vllm.transformers_utils.processors.minicpmv import MiniCPMVProcessor
-
-    AutoConfig.register("minicpmv", FlatConfig)
-    slices = SlicesAsReleased(model)
-    MiniCPMVProcessor.check_argument_for_proper_class = lambda self, name, argument: type(argument)
-    MiniCPMVProcessingInfo.get_hf_processor = lambda info, **kwargs: MiniCPMVProcessor(
-        image_processor=slices, tokenizer=info.get_tokenizer(), version=info.get_model_version()
-    )

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from explorers_in import OUT, all_notebooks
 
-from benchmarks.explorers import RECORD
 from refvl.paths import DATA
 from refvl.viz.explorers.gallery import GALLERY
 
+RECORD = DATA / "measurements" / "explorers_browser.json"
 MINUTES = 60_000  # ms; on a busy machine JupyterLab takes some until it is there
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -40,7 +40,6 @@ def record(chromium):
 
     Goals are reported, not asserted. Written to outputs/browser/explorers.json, and with RECORD=1 to
     data/measurements/explorers_browser.json: `explorers` unless one or a place was left out, `notebooks` if all ran.
-    `benchmarks.explorers` makes tables of it.
     """
     found: dict[str, dict] = {"explorers": {}, "notebooks": {}}
     yield found

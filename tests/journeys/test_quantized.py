@@ -90,7 +90,7 @@ def test_info_reads_what_a_quantised_checkpoint_takes(tmp_path):
 
 
 def test_eight_bits_cost_less_than_a_point():
-    """Oracle: the committed measurement of `benchmarks.quantized`; all bits are asked the same, and enough of it."""
+    """Oracle: the committed measurement; all bits are asked the same, and enough of it."""
     measured = json.loads((DATA / "measurements" / "quantized.json").read_text())["models"]
     assert set(measured) == {path.name for path in TINY.parent.iterdir()} - VARIANTS
     for name, rows in measured.items():

@@ -1,12 +1,11 @@
 """Benchmarks stop if a run does other arithmetic than they report. Oracle: `refvl.study.costs`, from sizes."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import against, cost_curves, graphs, performance, report, tower
+from benchmarks import against, graphs, performance, report, tower
 from benchmarks.report import resolve_device
 from refvl.encoders import Glm4vVisionConfig, Qwen2_5_VisionConfig
 from refvl.families import read_config
@@ -15,7 +14,6 @@ from refvl.serving.linear import times_as_fast
 pytestmark = pytest.mark.thorough
 
 SMALL = {
-    cost_curves: {"TOKENS": (64, 128), "SIDES": (56, 84, 112), "FRAMES": (2, 4), "ITEMS": (1, 2), "FITTED": 2},
     graphs: {"SIZES": {"cpu": (56,)}, "BATCHES": (2,), "measure_packing": partial(graphs.measure_packing, 4, 1)},
     performance: {
         "ROWS": (8,),
@@ -48,12 +46,6 @@ def measure_tower(config, grid):
     return tower.measure(*tower.build_pair(config, "cpu", torch.float32), grid, 1, "cpu", torch.float32)
 
 
-def measure_curves():
-    """Those in which matrices are multiplied."""
-    found = [cost_curves.measure(replace(curve, sizes=curve.sizes[:2]), 2) for curve in cost_curves.curves()]
-    return [row for row in found if row["points"][-1]["operations"]]
-
-
 COUNTED = {
     "tower, Qwen2.5-VL": lambda: measure_tower(Qwen2_5_VisionConfig.tiny(), [(1, 6, 6), (2, 4, 10)]),
     "tower, GLM-4.1V": lambda: measure_tower(Glm4vVisionConfig.tiny(), [(1, 6, 6), (2, 4, 10)]),
@@ -61,7 +53,6 @@ COUNTED = {
     "performance, towers": lambda: performance.measure_towers(1),
     "prefill": lambda: performance.measure_gains(1),
     "evs": lambda: performance.measure_evs(1),
-    "cost curves": measure_curves,
 } | {f"graphs, {name}": partial(graphs.run_tower, name, "cpu", 1, False) for name in graphs.TOWERS}
 
 
@@ -81,14 +72,6 @@ def test_layers_that_torch_does_not_count_stop_a_benchmark(small, monkeypatch):
     monkeypatch.delitem(report.COUNTED_TOO, torch.ops.mkldnn._linear_pointwise)
     with pytest.raises(ArithmeticError, match="linear, onednn: expected 26,214,400 .*, got 0"):
         performance.measure_linear(1)
-
-
-def test_all_products_of_the_cost_curves_are_counted(small):
-    """Attention, towers, decode steps and prefills; the other curves multiply no matrices."""
-    assert [row["curve"] for row in measure_curves()] == [
-        "attention in windows", "attention over full frames", "tower, windows only", "tower, by frames of a video",
-        "tower, by items of a batch", "decode step", "prefill",
-    ]  # fmt: skip
 
 
 class FakeTree:
