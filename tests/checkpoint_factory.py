@@ -19,23 +19,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data.training.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
-from data.training.tiny_qwen3_vl import FAMILY as TINY_QWEN3
+from data.training.tiny_family import STEP3, find_family
 from refvl.encoders import Step3VisionEncoder
 from refvl.language.step3_vl import Step3ForCausalLM
 
-hf_config, tiny_config = TINY_QWEN.hf_config, TINY_QWEN.config
-train_tokenizer, write_checkpoint = TINY_QWEN.train_tokenizer, TINY_QWEN.write_checkpoint
-
-
-@cache
-def tokenizer():
-    return train_tokenizer()
+TINY_QWEN, TINY_QWEN3 = find_family("qwen2_5_vl"), find_family("qwen3_vl")
+tokenizer = cache(TINY_QWEN.tokenizer)
 
 
 def random_weights(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     """Under the checkpoint's original names, as transformers saves them."""
-    model = Qwen2_5_VLForConditionalGeneration(hf_config(config))
+    model = Qwen2_5_VLForConditionalGeneration(TINY_QWEN.hf_config(config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,10 +44,10 @@ def original_name(name: str) -> str:
 
 def make_checkpoint(folder: Path, *, seed: int = 0, **changes) -> Path:
     """Write a random checkpoint to `folder`; changes go to the top of config.json (`text_config` ones are merged)."""
-    config = tiny_config(tokenizer())
+    config = TINY_QWEN.config()
     config["text_config"] |= changes.pop("text_config", {})
     config |= changes
-    write_checkpoint(folder, config, tokenizer(), random_weights(config, seed))
+    TINY_QWEN.write_checkpoint(folder, config, random_weights(config, seed))
     return folder
 
 
@@ -62,28 +56,7 @@ def transformers_model(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-GLM_TEMPLATE = """\
-[gMASK]<sop>
-{%- for message in messages -%}
-{{- '<|' + message.role + '|>\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-{{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
-{%- elif part.type == 'video' -%}
-{{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
-{%- elif part.type == 'text' -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant|>\\n' -}}
-{%- endif -%}
-"""
+GLM_TEMPLATE = find_family("glm4v").chat_template()
 GLM_SPECIAL_TOKENS = (
     "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>",
     "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>",
@@ -105,7 +78,7 @@ GLM_TEXT = {  # what the text models of each model_type have besides the common 
 
 @cache
 def glm_tokenizer():
-    tokenizer = train_tokenizer()
+    tokenizer = TINY_QWEN.tokenizer()
     tokenizer.add_special_tokens(list(GLM_SPECIAL_TOKENS))
     return tokenizer
 
@@ -200,7 +173,7 @@ QWEN3_TEXT["qwen3_5_moe"] = QWEN3_TEXT["qwen3_5"] | {
 
 def qwen3_config(model_type: str) -> dict:
     """The dict of a Qwen3-VL or Qwen3.5 config.json: the tiny Qwen3-VL's towers, three layers of each text model."""
-    config = TINY_QWEN3.config(tokenizer())
+    config = TINY_QWEN3.config()
     config["text_config"] |= QWEN3_TEXT[model_type]
     config["vision_config"] |= {"model_type": f"{model_type}_vision"}
     if model_type.startswith("qwen3_5"):
@@ -212,34 +185,13 @@ def make_qwen3_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Pa
     """Write a random Qwen3-VL or Qwen3.5 checkpoint to `folder`, weights as transformers saves them."""
     config = qwen3_config(model_type)
     save_random_model(folder, config, seed)
+    TINY_QWEN3.copy_files(folder)
     tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TINY_QWEN3.chat_template)
-    for name, values in TINY_QWEN3.side_files(config).items():
-        (folder / name).write_text(json.dumps(values, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
 
-STEP3_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{{- '<|BOT|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-{{- '<im_patch>' -}}
-{%- elif part.type == 'text' -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|EOT|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|BOT|>assistant\\n' -}}
-{%- endif -%}
-"""
+STEP3_TEMPLATE = "{{- bos_token -}}\n{%-" + STEP3.chat_template().partition("{%-")[2]
 STEP3_SPECIAL_TOKENS = (
     "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|BOT|>", "<|EOT|>", "<im_start>", "<im_patch>", "<im_end>",
     "<patch_start>", "<patch_newline>", "<patch_end>",
@@ -249,7 +201,7 @@ STEP3_SPECIAL_TOKENS = (
 @cache
 def step3_tokenizer():
     """One that writes the begin of sentence by itself, as the released one does."""
-    tokenizer = train_tokenizer()
+    tokenizer = TINY_QWEN.tokenizer()
     tokenizer.add_special_tokens(list(STEP3_SPECIAL_TOKENS))
     begin = STEP3_SPECIAL_TOKENS[0]
     tokenizer.post_processor = TemplateProcessing(
@@ -380,7 +332,7 @@ FOLDED_MARKS = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</i
 
 @cache
 def folded_tokenizer():
-    made = train_tokenizer()
+    made = TINY_QWEN.tokenizer()
     made.add_special_tokens(list(FOLDED_MARKS))
     return made
 
@@ -409,7 +361,7 @@ def make_folded_checkpoint(folder: Path, model_type: str, *, mode: str = "16x", 
     config = folded_config(model_type, mode)
     save_random_model(folder, config, seed)
     folded_tokenizer().save(str(folder / "tokenizer.json"))
-    template = TINY_QWEN3.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    template = TINY_QWEN3.chat_template().replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     (folder / "chat_template.jinja").write_text(template)
     settings = {"max_slice_nums": 4, "scale_resolution": 112, "patch_size": 14, "downsample_mode": mode}
     names = ("image_start_token", "image_end_token", "slice_start_token", "slice_end_token")

@@ -6,20 +6,18 @@ prompts and their layout are those of the training (`tiny_model.py`). The weight
 layers that PEFT inserts are trained.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import refvl
 from data.training import scenes
 from data.training.tiny_family import find_family
-from data.training.tiny_model import Batch, PromptBuilder, TinyModel
+from data.training.tiny_model import Batch, PromptBuilder, TinyModel, are_right
 
 NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the new word that answers it
 RGB = (240, 130, 30)
@@ -50,12 +48,10 @@ class Pupil:
     def of(cls, vlm: refvl.VLM, name: str = "qwen2_5_vl") -> "Pupil":
         """Wrap `vlm`, a model loaded from the shipped folder of the family `name`."""
         family = find_family(name)
-        config = json.loads((family.folder / "config.json").read_text())
-        tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))
         with torch.device("meta"):
-            model = TinyModel(family, config)
+            model = TinyModel(family)
         model.visual, model.model = vlm.encoder, vlm.language_model.model
-        return cls(vlm, PromptBuilder(family, tokenizer, config), model)
+        return cls(vlm, PromptBuilder(family), model)
 
     def batch(self, drawn: list[scenes.Scene], questions: list[list[scenes.Question]]) -> Batch:
         """Build a batch of images, with the same number of questions about each."""
@@ -129,5 +125,4 @@ def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
             answered, asking, _ = draw_questions(drawn[-1], kind, rng)
             asked.append([asking if what == "place" else answered])
     batch = pupil.batch(drawn, asked)
-    right = pupil.answer(batch).argmax(-1) == batch.targets
-    return sum(bool(right[batch.question_of_target == i].all()) for i in range(count)) / count
+    return sum(are_right(batch, pupil.answer(batch))) / count

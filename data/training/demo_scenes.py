@@ -1,7 +1,8 @@
-"""Write the scenes for the questions of the demo and the notebooks: `python -m data.training.demo_scenes`.
+"""Write the scenes and the page for the demo and the notebooks: `python -m data.training.demo_scenes`.
 
 The split "demo" is used neither for training nor for measurements. The scenes are the first image of four objects and
-the first video of three objects in which exactly one is a circle. In the video, the circle moves across the grid.
+the first video of three objects in which exactly one is a circle. In the video, the circle moves across the grid. The
+page is the first one with little noise and three boxes, one of them red.
 """
 
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.training import scenes
+from data.training import pages, scenes
 from refvl.paths import DATA
 
-PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
+PICTURE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
+CLIP = DATA / "clips" / "scene.mp4"
 
 
 def demo_picture() -> scenes.Scene:
@@ -22,6 +24,11 @@ def demo_picture() -> scenes.Scene:
 def demo_clip() -> scenes.Scene:
     found = (s for s in _drawn(clip=True) if len(s.things) == 3 and _circles(s) == 1)
     return next(s for s in found if s.things[0].shape == "circle" and s.distance > 40)
+
+
+def demo_page() -> pages.Page:
+    drawn = (pages.draw_page("demo", i) for i in range(10_000))
+    return next(p for p in drawn if len(p.boxes) == 3 and p.noise < 1.5 and "red" in {b.color for b in p.boxes})
 
 
 def _drawn(clip: bool):
@@ -46,12 +53,10 @@ def write_clip(frames: np.ndarray, path: Path) -> None:
 
 def main():
     Image.fromarray(scenes.render(demo_picture())).save(PICTURE, optimize=True)
+    Image.fromarray(pages.render(demo_page())).save(PAGE, optimize=True)
     write_clip(scenes.render(demo_clip()), CLIP)
-    for path, scene in ((PICTURE, demo_picture()), (CLIP, demo_clip())):
-        print(path.relative_to(DATA.parent), path.stat().st_size, "bytes")
-        for kind, questions in scenes.all_questions(scene).items():
-            for question in questions:
-                print(f"  {kind}: {question.text} {question.answer}")
+    for found in (*map(scenes.all_questions, (demo_picture(), demo_clip())), pages.all_questions(demo_page())):
+        print(*(f"{question.text} {question.answer}" for row in found.values() for question in row), sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,21 +7,15 @@ error if a goal is missed. `--write` saves the shares of correct answers as JSON
 """
 
 import argparse
-import datetime
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 import refvl
 from data.training import everyday, pages
-from data.training.evaluate_tiny import Asked, interval, versions
-from data.training.run import digest
-from data.training.tiny_step3 import FAMILY
+from data.training.evaluate_tiny import Asked, write_record
+from data.training.tiny_family import STEP3
 
 CHANCE = {"letter": 1 / len(pages.LETTERS), "place": 1 / len(pages.PLACES), "color": 1 / len(pages.COLORS)}
 
@@ -74,37 +68,19 @@ def set_crops(model: refvl.VLM, enabled: bool) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=FAMILY.folder)
     parser.add_argument("-n", type=int, default=1000, help="pages")
-    parser.add_argument("--split", default="test", choices=[s for s in pages.SPLITS if s != "train"])
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {FAMILY.measurements.name}")
+    parser.add_argument("--write", action="store_true", help=f"keep the result in {STEP3.measurements.name}")
     args = parser.parse_args()
-
-    model, console, accuracy = refvl.load(args.checkpoint), Console(), {}
-    table = Table("question", "with crops", "overview only", "chance")
-    for kind in pages.PHRASES:
-        cells, accuracy[kind] = [], {"chance": CHANCE[kind]}
-        for enabled, name in ((True, "crops"), (False, "overview_only")):
+    model, accuracy = refvl.load(STEP3.folder), dict[str, dict[str, float]]()
+    for kind in (*CHANCE, *OTHERS):
+        accuracy[kind] = {"chance": CHANCE[kind]} if kind in CHANCE else {}
+        for enabled, name in ((True, "crops"), (False, "overview_only"))[: 1 + (kind in CHANCE)]:
             set_crops(model, enabled)
-            right = evaluate(model, kind, args.n, split=args.split)
-            accuracy[kind][name] = share = sum(right) / len(right)
-            low, high = interval(share, len(right))
-            cells.append(f"{share:.1%} ({low:.1%} - {high:.1%})")
-        table.add_row(kind, *cells, f"{CHANCE[kind]:.1%}")
-    set_crops(model, True)
-    for kind in OTHERS:
-        right = evaluate(model, kind, args.n, split=args.split)
-        accuracy[kind] = {"crops": sum(right) / len(right)}
-        low, high = interval(accuracy[kind]["crops"], len(right))
-        table.add_row(kind, f"{accuracy[kind]['crops']:.1%} ({low:.1%} - {high:.1%})", "", "")
-    console.print(table)
+            right = evaluate(model, kind, args.n)
+            accuracy[kind][name] = sum(right) / len(right)
+        print(kind, accuracy[kind], flush=True)
     if args.write:
-        record = {"what": "share of held-out questions answered exactly, greedy decoding", "split": args.split}
-        record |= {"seed": pages.SEED, "n": args.n, "date": datetime.date.today().isoformat()}
-        record |= {"dtype": str(model.encoder.dtype), "weights_sha256": digest(args.checkpoint)}
-        record |= {"versions": versions(), "accuracy": accuracy}
-        FAMILY.measurements.write_text(json.dumps(record, indent=2) + "\n")
-        console.print(f"written: {FAMILY.measurements}")
+        write_record(STEP3, "test", args.n, accuracy)
     if missed(accuracy):
         raise SystemExit(f"goals missed: {', '.join(missed(accuracy))}")
 

@@ -5,9 +5,7 @@ decoding, text. An answer counts as correct only if its text is exactly the expe
 asked again after a change of the input (positions, timestamps, temporal ids, or the order of slices), and the answer
 has to change with it. Some questions are spelt differently, are about things that do not exist, or are off topic.
 
-Every kind has a goal (`GOALS`); the command exits with an error if one is missed. `--curve` repeats the motion
-questions at several EVS pruning rates, with the time to the first token of one video; `--write FILE` saves everything
-as JSON.
+Every kind has a goal (`KINDS`); the command exits with an error if one is missed. `--write` saves the shares as JSON.
 """
 
 import argparse
@@ -15,70 +13,35 @@ import datetime
 import json
 import math
 import platform
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
 import refvl
 from data.training import everyday, relations, scenes
 from data.training.run import digest
-from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
-from data.training.tiny_minicpmv import PACKING
+from data.training.tiny_family import DEFAULT, FAMILIES, TinyFamily, TinyMiniCPMV, find_family
 from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
 from refvl.positions import mrope_delta
 from refvl.study.report import Trace
 
-RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
+PACKING = TinyMiniCPMV.packing
 SHUFFLED = "change, seconds shuffled"
-SWAPPED, STILL_TRUE = "place, h and w swapped", "place, h and w swapped: the true one"
-MIRRORED, STILL_THERE = "place, table transposed", "place, table transposed: the true one"
+SWAPPED, MIRRORED = "place, h and w swapped", "place, table transposed"
 NEIGHBOURS_EXCHANGED = "neighbour, rows and columns exchanged in the tower"
 OTHER_WINDOWS = "window, windows of other tokens"
 SIZES = ((56, 56), (112, 112), (168, 168), (56, 112), (112, 56), (84, 168), (168, 84), (70, 100), (140, 120))  # px
-GOALS = {  # kind of question -> minimum and maximum share of correct answers
-    **dict.fromkeys(scenes.MEASURED, (0.99, 1.0)),
-    SHUFFLED: (0.99, 1.0),
-    SWAPPED: (0.95, 1.0),
-    STILL_TRUE: (0.0, 0.02),
-    "place, one position": (0.0, 0.2),  # chance is 1 in 9
-    "place, text positions": (0.0, 0.25),
-    "place, slices exchanged on the canvas": (0.95, 1.0),
-    MIRRORED: (0.95, 1.0),
-    STILL_THERE: (0.0, 0.02),
-    "place, table of zeros": (0.0, 0.2),
-    "neighbour": (0.9, 1.0),
-    NEIGHBOURS_EXCHANGED: (0.9, 1.0),
-    "window": (0.9, 1.0),
-    OTHER_WINDOWS: (0.9, 1.0),
-    "color, other sizes": (0.95, 1.0),
-    "motion, t reversed": (0.95, 1.0),
-    "motion, EVS at 0.5": (0.98, 1.0),
-    "motion, times exchanged in a pack": (0.95, 1.0),
-    "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, packs exchanged as they are": (0.9, 1.0),  # the change is invisible, so the answer must stay the same
-    "place, slices exchanged": (0.95, 1.0),
-    "other spellings": (0.95, 1.0),
-    "what is there": (0.80, 1.0),  # answers name one or two objects, or count more; see other_scenes.py
-    "not there": (0.95, 1.0),
-    "everyday": (0.95, 1.0),
-    "everyday, no image": (0.95, 1.0),
-}
-PACKED_GOALS = {"motion": (0.95, 1.0)}  # here, only the order within packs shows the motion
-TABLE_GOALS = {"neighbour": (0.8, 1.0), NEIGHBOURS_EXCHANGED: (0.75, 1.0)}  # Qwen3-VL: read from the position table
-
-
+# asked about images and videos in turn
+ABOUT_BOTH = ("other spellings", "what is there", "not there", "everyday", "everyday, no image")
 EXCHANGES = {  # kind of question -> frames of the video, and the way in which their times are exchanged (`draw_times`)
     "motion, times exchanged in a pack": ((0, 3, 5), "all"),
     "motion, times exchanged between packs": (WHOLE, "all"),
@@ -118,20 +81,7 @@ class Asked:
 
 def kinds_of(family: TinyFamily) -> list[str]:
     """Return the kinds of questions that are measured for a family."""
-    kinds = list(family.kinds)
-    kinds += [SHUFFLED] if "change" in family.clips else []
-    kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
-    if family.reads_canvas:
-        kinds += ["place, text positions", "place, slices exchanged on the canvas"]
-    kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
-    kinds += ["neighbour", NEIGHBOURS_EXCHANGED] if family.reads_neighbours else []
-    kinds += ["window", OTHER_WINDOWS] if family.reads_windows else []
-    kinds.append("color, other sizes")
-    kinds += ["motion, t reversed"] if family.reads_steps else []
-    kinds += ["motion, EVS at 0.5"] if family.prunable else []
-    kinds += list(EXCHANGES) if family.packing else []
-    kinds += ["place, slices exchanged"] if family.sliced else []
-    return [*kinds, "other spellings", "what is there", "not there", "everyday", "everyday, no image"]
+    return [name for name, kind in KINDS.items() if kind.of(family)]
 
 
 # ------------------------------------------------------------------------------------------ what is asked
@@ -144,33 +94,11 @@ def requests_for(
 
     clips: whether half of the questions that fit both images and videos are about videos.
     """
-    if kind.startswith("everyday"):
-        return _beside_the_point(kind, min(count, len(everyday.held_out())), split, first, clips)
-    makers = {
-        SHUFFLED: _seconds_shuffled,
-        SWAPPED: _swapped,
-        STILL_TRUE: _swapped,
-        MIRRORED: _table_transposed,
-        STILL_THERE: _table_transposed,
-        "place, table of zeros": _table_zeroed,
-        "neighbour": _relation,
-        NEIGHBOURS_EXCHANGED: _relation_changed,
-        "window": _relation,
-        OTHER_WINDOWS: _relation_changed,
-        "color, other sizes": _resized,
-        "place, one position": _one_position,
-        "motion, t reversed": _reversed,
-        "place, text positions": _text_positions,
-        "place, slices exchanged": _slices_exchanged,
-        "place, slices exchanged on the canvas": _exchanged_on_canvas,
-        "other spellings": partial(_respelled, clips=clips),
-        "what is there": partial(_summed_up, clips=clips),
-        "not there": partial(_missing, clips=clips),
-    }
-    make = makers.get(kind, _times_exchanged if kind in EXCHANGES else _plain)
-    found, index = [], first
+    make = KINDS[kind].make
+    options = {"clips": clips} if kind in ABOUT_BOTH else {}
+    found, index = list[Request](), first
     while len(found) < count:
-        request = make(kind.split(",")[0] if make is _plain else kind, split, index)
+        request = make(kind, split, index, **options)
         found += [request] if request else []
         index += 1
     return found
@@ -204,6 +132,7 @@ def _request(index: int, question: scenes.Question | None, media: dict, change=N
 
 
 def _plain(kind: str, split: str, index: int) -> Request | None:
+    kind = kind.split(",")[0]
     scene = scenes.draw_sort(scenes.MEASURED[kind], split, index)
     return _request(index, _pick(scene, kind, split, index), media_of(scene))
 
@@ -230,14 +159,12 @@ def _missing(kind: str, split: str, index: int, *, clips: bool) -> Request:
     return Request(index, question, {"prompt": question.text, **media_of(scene)})
 
 
-def _beside_the_point(kind: str, count: int, split: str, first: int, clips: bool) -> list[Request]:
-    """Return the held-out sentences, asked about an image, a video, or nothing."""
-    found = []
-    for i, text in enumerate(everyday.held_out()[:count]):
-        scene = scenes.draw_scene(split, first + i, clip=clips and bool(i % 2))
-        media = {} if kind.endswith("no image") else media_of(scene)
-        found.append(Request(first + i, scenes.Question("everyday", text, scenes.HELP), {"prompt": text, **media}))
-    return found
+def _beside_the_point(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
+    """Ask one of the held-out sentences about an image, a video, or nothing; after the last one they begin again."""
+    text = everyday.held_out()[index % len(everyday.held_out())]
+    scene = scenes.draw_scene(split, index, clip=clips and bool(index % 2))
+    media = {} if kind.endswith("no image") else media_of(scene)
+    return _request(index, scenes.Question("everyday", text, scenes.HELP), media)
 
 
 def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
@@ -248,18 +175,18 @@ def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
     return _request(index, _pick(scene, "change", split, index), media_of(scene))
 
 
-def _mirrored(scene: scenes.Scene, is_mirrored: bool, split: str, index: int) -> scenes.Question | None:
-    """Draw a question about an object off the diagonal, answered by its mirrored place or by the true one."""
+def _mirrored(scene: scenes.Scene, split: str, index: int) -> scenes.Question | None:
+    """Draw a question about an object off the diagonal, answered by its mirrored place."""
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if scenes.TRANSPOSED[place] == place:
         return None
-    return replace(question, answer=scenes.PLACES[scenes.TRANSPOSED[place]]) if is_mirrored else question
+    return replace(question, answer=scenes.PLACES[scenes.TRANSPOSED[place]])
 
 
 def _swapped(kind: str, split: str, index: int) -> Request | None:
     scene = scenes.draw_scene(split, index)
-    question = _mirrored(scene, kind == SWAPPED, split, index)
+    question = _mirrored(scene, split, index)
     return _request(
         index, question, media_of(scene), lambda _, trace: _replace_media(trace, lambda thw: thw[[0, 2, 1]])
     )
@@ -278,7 +205,7 @@ def transposed_table(table: Tensor) -> Tensor:
 
 def _table_transposed(kind: str, split: str, index: int) -> Request | None:
     scene = scenes.draw_scene(split, index)
-    question = _mirrored(scene, kind == MIRRORED, split, index)
+    question = _mirrored(scene, split, index)
     request = _request(index, question, media_of(scene))
     return request and replace(request, replace={"position_table": transposed_table})
 
@@ -342,16 +269,6 @@ def _replace_media(trace: Trace, change: Callable) -> Trace:
     return replace(trace, positions=positions, delta=mrope_delta(positions))
 
 
-def _text_positions(kind: str, split: str, index: int) -> Request | None:
-    """Draw a question whose prompt has the index of each token as its position on every axis."""
-    scene = scenes.draw_scene(split, index)
-
-    def change(_, trace: Trace) -> Trace:
-        return replace(trace, positions=torch.arange(trace.positions.shape[1]).repeat(3, 1), delta=0)
-
-    return _request(index, _pick(scene, "place", split, index), media_of(scene), change)
-
-
 def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
     """Exchange the positions of slices and their separators on the canvas; tokens and their order do not change."""
     scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(len(scenes.PLACES))
@@ -409,6 +326,52 @@ def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
     return replace(trace, inputs_embeds=embeds)
 
 
+class Kind(NamedTuple):
+    """A kind of question: a function that draws one, the goal, and the families that are asked.
+
+    least, most: the share of correct answers.
+    """
+
+    make: Callable[..., Request | None]
+    least: float
+    most: float = 1.0
+    of: Callable[[TinyFamily], bool] = lambda family: True
+
+
+KINDS = {
+    "color": Kind(_plain, 0.99),
+    "shape": Kind(_plain, 0.99),
+    "place": Kind(_plain, 0.99),
+    "motion": Kind(_plain, 0.99, of=lambda family: "motion" in family.clips),
+    "change": Kind(_plain, 0.99, of=lambda family: "change" in family.clips),
+    SHUFFLED: Kind(_seconds_shuffled, 0.99, of=lambda family: "change" in family.clips),
+    SWAPPED: Kind(_swapped, 0.95, of=lambda family: family.reads_places),
+    "place, one position": Kind(_one_position, 0.0, 0.2, lambda family: family.reads_places),  # chance is 1 in 9
+    "place, slices exchanged on the canvas": Kind(_exchanged_on_canvas, 0.95, of=lambda family: family.reads_canvas),
+    MIRRORED: Kind(_table_transposed, 0.95, of=lambda family: family.reads_table),
+    "place, table of zeros": Kind(_table_zeroed, 0.0, 0.2, lambda family: family.reads_table),
+    "neighbour": Kind(_relation, 0.9, of=lambda family: family.reads_neighbours),
+    NEIGHBOURS_EXCHANGED: Kind(_relation_changed, 0.9, of=lambda family: family.reads_neighbours),
+    "window": Kind(_relation, 0.9, of=lambda family: family.reads_windows),
+    OTHER_WINDOWS: Kind(_relation_changed, 0.9, of=lambda family: family.reads_windows),
+    "color, other sizes": Kind(_resized, 0.95),
+    "motion, t reversed": Kind(_reversed, 0.95, of=lambda family: family.reads_steps),
+    "motion, EVS at 0.5": Kind(_plain, 0.98, of=lambda family: family.prunable),
+    **{name: Kind(_times_exchanged, 0.9, of=lambda family: family.packing > 0) for name in EXCHANGES},
+    "place, slices exchanged": Kind(_slices_exchanged, 0.95, of=lambda family: family.sliced),
+    "other spellings": Kind(_respelled, 0.95),
+    "what is there": Kind(_summed_up, 0.80),  # answers name one or two objects, or count more
+    "not there": Kind(_missing, 0.95),
+    "everyday": Kind(_beside_the_point, 0.95),
+    "everyday, no image": Kind(_beside_the_point, 0.95),
+}
+OTHER_GOALS = {
+    ("minicpmv", "motion"): (0.95, 1.0),  # here, only the order within packs shows the motion
+    ("qwen3_vl", "neighbour"): (0.8, 1.0),  # read from the position table
+    ("qwen3_vl", NEIGHBOURS_EXCHANGED): (0.75, 1.0),
+}
+
+
 # ------------------------------------------------------------------------------------------- how it is asked
 
 
@@ -439,8 +402,7 @@ def share(asked: list[Asked]) -> float:
 
 def goal_of(family: TinyFamily, kind: str) -> tuple[float, float]:
     """Return the minimum and maximum share of correct answers for a kind of question."""
-    others = PACKED_GOALS if family.packing else TABLE_GOALS if family.name == "qwen3_vl" else {}
-    return (GOALS | others)[kind]
+    return OTHER_GOALS.get((family.name, kind), (KINDS[kind].least, KINDS[kind].most))
 
 
 def missed(family: TinyFamily, shares: dict[str, float]) -> list[str]:
@@ -455,36 +417,6 @@ def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: int = 15) -> dict[float, float]:
-    """Return the median seconds at each rate, for one video; rates alternate, and the first round is a warm-up."""
-    request = requests_for("motion", 1)[0].arguments
-    times: dict[float, list[float]] = {q: [] for q in rates}
-    for _ in range(repeats + 1):
-        for q in rates:
-            times[q].append(model.trace(**request, pruning_rate=q, max_new_tokens=1).ttft)
-    return {q: statistics.median(t[1:]) for q, t in times.items()}
-
-
-def pruning_curve(model: refvl.VLM, count: int) -> list[dict]:
-    """Return the accuracy on motion, the prompt length and the relative time to the first token at each rate."""
-    seconds = seconds_to_first_token(model, RATES)
-    request = requests_for("motion", 1)[0].arguments
-    rows = []
-    for q in RATES:
-        run = model.trace(**request, pruning_rate=q, max_new_tokens=1)
-        p = share(evaluate(model, "motion", count, q=q))
-        rows.append(
-            {
-                "q": q,
-                "motion": p,
-                "video_tokens": int(sum(mask.sum() for mask in run.keep_masks if mask is not None))
-                or sum(span.num_tokens for span in run.spans),
-                "ttft_relative": seconds[q] / seconds[0.0],
-            }
-        )
-    return rows
-
-
 def versions() -> dict[str, str]:
     return {
         "refvl": refvl.__version__,
@@ -494,54 +426,33 @@ def versions() -> dict[str, str]:
     }
 
 
+def write_record(family: TinyFamily, split: str, n: int, accuracy: dict) -> None:
+    """Write the shares of correct answers of the shipped checkpoint into data/measurements."""
+    record = {"what": "share of held-out questions answered exactly, greedy decoding", "split": split}
+    record |= {"seed": scenes.SEED, "n": n, "date": datetime.date.today().isoformat()}
+    record |= {"weights_sha256": digest(family.folder), "versions": versions(), "accuracy": accuracy}
+    family.measurements.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*family_names(), *VARIANTS], default=DEFAULT)
+    parser.add_argument("--model", choices=FAMILIES, default=DEFAULT)
     parser.add_argument("--checkpoint", type=Path, help="a folder other than the shipped one")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")
-    parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of videos")
     parser.add_argument("--split", default="test", choices=[s for s in scenes.SPLITS if s != "train"])
-    parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--dtype", default="auto", help="dtype of the computation; the weights are stored in bfloat16")
-    parser.add_argument("--curve", action="store_true", help="also measure motion at several pruning rates")
-    parser.add_argument("--write", type=Path, nargs="?", const=Path(), help="JSON file (default: in data/measurements)")
-    parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")
+    parser.add_argument("--write", action="store_true", help="keep the result in data/measurements")
     args = parser.parse_args()
-
-    family = find_family(args.model)
-    folder = args.checkpoint or family.folder
-    model, console = refvl.load(folder, dtype=args.dtype), Console()
-    table, accuracy = Table("kind", "right", "of", "accuracy", "95 % interval", "goal"), {}
+    family, accuracy = find_family(args.model), dict[str, float]()
+    model = refvl.load(args.checkpoint or family.folder)
     for kind in args.kinds or kinds_of(family):
-        clips = bool(family.clips)
-        asked = evaluate(model, kind, args.n, q=args.q, split=args.split, batch=args.batch, clips=clips)
+        asked = evaluate(model, kind, args.n, split=args.split, clips=bool(family.clips))
         accuracy[kind] = p = share(asked)
         (low, high), (least, most) = interval(p, len(asked)), goal_of(family, kind)
         goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"
-        right = sum(a.is_right for a in asked)
-        table.add_row(kind, str(right), str(len(asked)), f"{p:.1%}", f"{low:.1%} - {high:.1%}", goal)
-        for a in (a for a in asked if args.mistakes and not a.is_right):
-            console.print(f"{kind} {a.index}: {a.question.text} expected {a.question.answer!r}, said {a.said!r}")
-    console.print(table)
-
-    curve = pruning_curve(model, args.n) if args.curve else []
-    if curve:
-        table = Table("q", "motion", "video tokens", "time to first token, q=0 is 1")
-        for row in curve:
-            table.add_row(
-                f"{row['q']:g}", f"{row['motion']:.1%}", str(row["video_tokens"]), f"{row['ttft_relative']:.2f}"
-            )
-        console.print(table)
-    if args.write is not None:
-        args.write = family.measurements if args.write == Path() else args.write
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        record = {"what": "share of held-out questions answered exactly, greedy decoding", "split": args.split}
-        record |= {"seed": scenes.SEED, "n": args.n, "q": args.q, "date": datetime.date.today().isoformat()}
-        record |= {"dtype": str(model.encoder.dtype), "weights_sha256": digest(folder)}
-        record |= {"versions": versions(), "accuracy": accuracy, "evs_curve": curve}
-        args.write.write_text(json.dumps(record, indent=2) + "\n")
-        console.print(f"written: {args.write}")
+        print(f"{kind}: {p:.1%} of {len(asked)} ({low:.1%} - {high:.1%}), goal {goal}", flush=True)
+    if args.write:
+        write_record(family, args.split, args.n, accuracy)
     if kinds := missed(family, accuracy):
         raise SystemExit(f"goals missed: {', '.join(kinds)}")
 

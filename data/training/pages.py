@@ -160,11 +160,3 @@ def draw_questions(page: Page, kinds: list[str], rng: np.random.Generator) -> li
     """Draw one question of each requested kind, in order."""
     questions = all_questions(page)
     return [questions[kind][int(rng.integers(len(questions[kind])))] for kind in kinds]
-
-
-def all_phrases() -> list[tuple[str, str]]:
-    """Return (question, answer) texts with every word of all questions and answers, from which the tokenizer learns."""
-    questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*COLORS, *PLACES)]
-    answers = [*LETTERS, *COLORS, *PLACES, HELP]
-    answers += [*(f"There is no {c} box." for c in COLORS), *(f"There is no box in the {p}." for p in PLACES)]
-    return [(question, answers[i % len(answers)]) for i, question in enumerate(questions)]

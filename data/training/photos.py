@@ -31,10 +31,6 @@ def seconds(frames: int) -> tuple[float, ...]:
     return tuple(i * CLIP_STEP / 25 for i in range(0, frames, 2))
 
 
-def answers() -> list[str]:
-    return [*PICTURES.values(), CLIP_ANSWER]
-
-
 @cache
 def picture(name: str) -> Image.Image:
     return load_image(DATA / "pictures" / name)

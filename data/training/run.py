@@ -1,9 +1,8 @@
-"""The training of any tiny model: two processes that average gradients, and the state, log and checkpoint of a run.
+"""The training of any tiny model: two processes that average gradients, and the log and checkpoint of a run.
 
 Muon updates matrices, and AdamW updates everything else. The learning rate rises linearly, then falls to zero as a
 cosine. Two processes with one thread each take half of the examples and average their gradients, because the operations
-are too small for several threads. The input of a step depends only on (seed, step, worker), so a stopped run continues
-as if it had never been stopped.
+are too small for several threads. The input of a step depends only on (seed, step, worker).
 
 The log of a run is next to its weights. Its first line is the recipe. Each following line is a measurement on the
 split "select", with the digest of the weights at that step; the last digest is that of the weights in the folder.
@@ -16,7 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,17 @@ from tqdm import tqdm
 from refvl.serving.linear import use_faster_linear
 
 WORKERS = 2
+BY_ADAM = ("embed_tokens", "lm_head", "probe")  # parts of names of matrices that do not suit Muon
 
 
 class Trainer:
     """One worker of a training run; all workers have the same weights.
 
-    A subclass sets `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and defines the
+    A subclass sets `learner` (whose `vlm` is the model), then calls `start`, and defines the
     `losses` of a step and `measure`. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
     `measure_every` and `see`, the number of steps before the model answers questions.
     """
 
-    tokenizer: Any
-    config: dict
     learner: nn.Module
     weights_file = "model.safetensors"  # in the checkpoint's folder
 
@@ -49,7 +47,7 @@ class Trainer:
     def start(self) -> None:
         """Choose the kernel of `learner`'s linear layers as `refvl.load` does, and build the optimizers."""
         use_faster_linear(self.learner)
-        self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
+        self.optimizers = make_optimizers(self.learner, self.recipe, (*BY_ADAM, *self.family.by_adam))
         self.peaks = [group["lr"] for group in self._groups()]
 
     def losses(self) -> list[Tensor]:
@@ -57,12 +55,12 @@ class Trainer:
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
-        """Measure accuracy on the held-out examples that the recipe was chosen on; workers may share the work."""
+        """Measure accuracy on the held-out examples that the recipe was chosen on."""
         raise NotImplementedError
 
     def write(self, out: Path) -> None:
         """Write the checkpoint in its current state."""
-        self.family.write_checkpoint(out, self.config, self.tokenizer, self.learner.vlm.checkpoint_weights())
+        self.family.write_checkpoint(out, self.family.config(), self.learner.vlm.checkpoint_weights())
 
     def train_step(self) -> Tensor:
         """Run one step; return the mean of the workers' losses."""
@@ -78,30 +76,6 @@ class Trainer:
 
     def _groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def save_state(self, path: Path) -> None:
-        """Save everything that `load_state` needs; after an interruption, the file is either the old or the new one."""
-        state = {
-            "step": self.step,
-            "model": self.family.name,
-            "recipe": asdict(self.recipe),
-            "learner": self.learner.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
-
-    def load_state(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        if (state["model"], state["recipe"]) != (self.family.name, asdict(self.recipe)):
-            raise ValueError(
-                f"resume: expected a state of this model and recipe in {path}, got {state['model']}, {state['recipe']}"
-            )
-        self.step = state["step"]
-        self.learner.load_state_dict(state["learner"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
 
 
 class Muon(torch.optim.Optimizer):
@@ -177,51 +151,25 @@ def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
     return losses
 
 
-def own_share(parts: list) -> list:
-    """Return this worker's half of the parts, or all of them if it runs alone."""
-    return parts[dist.get_rank() :: WORKERS] if dist.is_initialized() else parts
-
-
-def from_others(value: Any) -> list:
-    """Return the values of the other workers; every worker has to call this."""
-    if not dist.is_initialized():
-        return []
-    values = [None] * WORKERS
-    dist.all_gather_object(values, value)
-    return [other for rank, other in enumerate(values) if rank != dist.get_rank()]
-
-
 def digest(folder: Path, weights_file: str = Trainer.weights_file) -> str:
     """Return the SHA-256 of the weights file in a folder."""
     return hashlib.sha256((folder / weights_file).read_bytes()).hexdigest()
 
 
-def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str, resume: bool, stop) -> None:
-    """Train in one process; rank 0 also shows progress and writes state, log and checkpoint."""
+def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str) -> None:
+    """Train in one process; rank 0 also shows progress and writes log and checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=WORKERS)
-    trainer, state = make(*arguments, rank), out / "training_state.pt"
-    recipe, before = trainer.recipe, 0.0
-    if resume:
-        trainer.load_state(state)
-        before = json.loads((out / "training_log.jsonl").read_text().splitlines()[-1])["seconds"]
-    elif rank == 0:
+    trainer, begin = make(*arguments, rank), time.time()
+    recipe = trainer.recipe
+    if rank == 0:
         _log(out, {"model": trainer.family.name, "recipe": asdict(recipe)})
-    last, begin = min(recipe.steps, stop or recipe.steps), time.time()
-    with tqdm(initial=trainer.step, total=recipe.steps, disable=rank > 0, mininterval=2) as bar:
-        while trainer.step < last:
-            losses = trainer.train_step()
-            bar.set_postfix(loss="/".join(f"{x:.3f}" for x in losses.tolist()), refresh=False)
-            bar.update()
-            is_due = trainer.step % recipe.measure_every == 0 or trainer.step == last
-            if is_due:
-                measured = trainer.measure() if trainer.step > recipe.see else {}
-            if rank == 0 and is_due:
-                _report(trainer, out, losses, before + time.time() - begin, measured)
-                trainer.save_state(state)
-    dist.barrier()
-    if rank == 0 and trainer.step == recipe.steps:
-        state.unlink()
+    for _ in tqdm(range(recipe.steps), disable=rank > 0, mininterval=2):
+        losses = trainer.train_step()
+        if trainer.step % recipe.measure_every == 0 or trainer.step == recipe.steps:
+            measured = trainer.measure() if trainer.step > recipe.see else {}
+            if rank == 0:
+                _report(trainer, out, losses, time.time() - begin, measured)
     dist.destroy_process_group()
 
 
@@ -238,32 +186,21 @@ def _log(out: Path, row: dict) -> None:
     tqdm.write(json.dumps(row))
 
 
-def train(
-    make: Callable[..., Trainer], arguments: tuple, out: Path, *, resume: bool = False, stop: int | None = None
-) -> None:
-    """Train `make(*arguments, rank)` in `WORKERS` processes, into the folder `out`.
-
-    resume: continue from its `training_state.pt`; stop: pause after this many steps.
-
-    Raises FileNotFoundError if there is nothing to resume, ValueError if the state belongs to a different recipe.
-    """
-    if resume and not (out / "training_state.pt").exists():
-        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist; train without --resume first")
+def train(make: Callable[..., Trainer], arguments: tuple, out: Path) -> None:
+    """Train `make(*arguments, rank)` in `WORKERS` processes, into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (out / "training_log.jsonl").unlink(missing_ok=True)
+    (out / "training_log.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _work, args=(make, arguments, out, f"{folder}/rendezvous", resume, stop), nprocs=WORKERS
-        )
+        torch.multiprocessing.spawn(_work, args=(make, arguments, out, f"{folder}/rendezvous"), nprocs=WORKERS)
 
 
-def add_arguments(parser: argparse.ArgumentParser, recipe: type) -> None:
-    """Add an option for each field of the recipe, and the options of `train`."""
-    for field in fields(recipe):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's own value"
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training script."""
     parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the shipped one)")
-    parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
-    parser.add_argument("--stop", type=int, help="pause after this many steps")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="other values in the recipe")
+
+
+def changed(recipe: Any, settings: list[str]) -> Any:
+    """Return the recipe with other values, each written as "name=number"."""
+    pairs = (setting.split("=") for setting in settings)
+    return replace(recipe, **{name: type(getattr(recipe, name))(value) for name, value in pairs})

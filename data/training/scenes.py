@@ -550,21 +550,3 @@ def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> 
         pool = questions.get(kind) or questions["color" if "color" in questions else min(questions)]
         drawn.append(pool[int(rng.integers(len(pool)))])
     return drawn
-
-
-def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
-    """Return (question, answer) texts with every word of all questions and answers, from which the tokenizer learns.
-
-    clips: the sorts of videos to which the questions refer.
-    """
-    names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
-    answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]
-    answers += [f"{article} {name}" for article in ("a", "the") for name in names] + ["a red circle and a red square"]
-    answers += [HELP, *(f"There is no {name}." for name in names)]
-    questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*names, *PLACES)]
-    if "change" in clips:
-        answers += [str(second) for second in range(100)]
-        questions += [
-            p.format(x=x) for phrases in TIMED_PHRASES.values() for p in phrases for x in ("the circle", "it")
-        ]
-    return [(question, answers[i % len(answers)]) for i, question in enumerate(questions)]

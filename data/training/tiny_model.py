@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from data.training.relations import exchange_vectors
 from data.training.tiny_family import TinyFamily
+from refvl import VLM
 from refvl.positions import MediaSpan, compute_retention_mask
 
 IGNORE = -100
@@ -33,10 +33,10 @@ IGNORE = -100
 class TinyModel(nn.Module):
     """refvl's tower, transformers' text model, and the output head."""
 
-    def __init__(self, family: TinyFamily, config: dict):
+    def __init__(self, family: TinyFamily):
         super().__init__()
-        self.family, self.config, hf = family, config, family.hf_config(config)
-        text_config = hf.get_text_config()
+        self.family, config = family, family.config()
+        text_config = family.hf_config(config).get_text_config()
         text_config._attn_implementation = "sdpa"
         self.visual = family.tower(config)
         self.model = AutoModel.from_config(text_config, dtype=torch.float32)
@@ -54,6 +54,13 @@ class TinyModel(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
         self.family.init_weights(self)
+
+    def take_over(self, model: VLM) -> None:
+        """Copy the weights of a loaded model."""
+        self.visual.load_state_dict(model.encoder.state_dict())
+        text = model.language_model.state_dict()
+        self.model.load_state_dict({n.removeprefix("model."): w for n, w in text.items() if n.startswith("model.")})
+        self.lm_head.weight.data.copy_(text["lm_head.weight"])
 
     def encode(
         self, pixels: Tensor, *, table: Sequence[int] | None = None, change: Callable | None = None, **shown
@@ -111,7 +118,16 @@ class TinyModel(nn.Module):
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return tensors under the names and in the shapes of the released checkpoints."""
-        return self.family.checkpoint_weights(self.state_dict(), self.config)
+        return self.family.checkpoint_weights(self.state_dict())
+
+
+def are_right(batch: "Batch", logits_AV: Tensor) -> list[bool]:
+    """Return whether each question is answered correctly, teacher-forced.
+
+    Every token is the most likely one exactly if greedy decoding gives the answer.
+    """
+    right = logits_AV.argmax(-1) == batch.targets
+    return [bool(right[batch.question_of_target == i].all()) for i in range(int(batch.question_of_target.max()) + 1)]
 
 
 def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tensor:
@@ -145,9 +161,10 @@ class Batch:
 class PromptBuilder:
     """Token ids of prefixes and tails, from the real chat template and tokenizer, with a cache."""
 
-    def __init__(self, family: TinyFamily, tokenizer: Tokenizer, config: dict):
-        self.family, self.tokenizer, self.config = family, tokenizer, config
-        self.template = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=family.chat_template)
+    def __init__(self, family: TinyFamily):
+        self.family, self.tokenizer, self.config = family, family.tokenizer(), family.config()
+        self.template = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, chat_template=family.chat_template())
+        self.pad_id = family.hf_config(self.config).get_text_config().pad_token_id
         self._tails, self._prefixes, self._layouts = {}, {}, {}
 
     def encode(self, text: str) -> list[int]:
@@ -217,8 +234,7 @@ class PromptBuilder:
         tails = [[self.tail(q.text, q.answer, media and "image") for q in row] for row in questions]
         longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
         positions, mask = self.layout(length, spans, len(tails[0]), longest)
-        pad = self.family.pad_id(self.config)
-        ids = np.full((len(tails), length + len(tails[0]) * longest), pad)
+        ids = np.full((len(tails), length + len(tails[0]) * longest), self.pad_id)
         ids[:, :length] = [prefix for prefix, _ in prefixes]
         rows, columns, numbers = [], [], []
         for b, row in enumerate(tails):

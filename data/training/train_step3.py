@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from data.training import everyday, pages, run, scenes
 from data.training.run import WORKERS
-from data.training.tiny_model import Batch, PromptBuilder, TinyModel
-from data.training.tiny_step3 import FAMILY, TinyStep3
+from data.training.tiny_family import STEP3, TinyStep3
+from data.training.tiny_model import Batch, PromptBuilder, TinyModel, are_right
 
 KINDS = ("letter", "place", "color", "missing")  # the kinds of questions about each page
 LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
@@ -46,9 +46,9 @@ class Recipe:
 class Learner(nn.Module):
     """The model, and the probe that helps to train its tower."""
 
-    def __init__(self, config: dict, seed: int):
+    def __init__(self, seed: int):
         super().__init__()
-        self.vlm = TinyModel(FAMILY, config)
+        self.vlm = TinyModel(STEP3)
         self.vlm.init_weights(seed)
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(LABELS))
         nn.init.zeros_(self.probe.weight)
@@ -66,14 +66,10 @@ class Learner(nn.Module):
 
 class Trainer(run.Trainer):
     def __init__(self, recipe: Recipe, rank: int):
-        super().__init__(FAMILY, recipe, rank)
-        self.tokenizer = FAMILY.train_tokenizer()
-        self.config = FAMILY.config(self.tokenizer)
-        self.families = {True: FAMILY, False: TinyStep3(enable_crops=False)}
-        self.builders = {
-            crops: PromptBuilder(family, self.tokenizer, self.config) for crops, family in self.families.items()
-        }
-        self.learner = Learner(self.config, recipe.seed)
+        super().__init__(STEP3, recipe, rank)
+        self.families = {True: STEP3, False: TinyStep3(enable_crops=False)}
+        self.builders = {crops: PromptBuilder(family) for crops, family in self.families.items()}
+        self.learner = Learner(recipe.seed)
         self.start()
 
     def losses(self) -> list[Tensor]:
@@ -132,29 +128,22 @@ class Trainer(run.Trainer):
         loss.backward()
         return loss.detach()
 
-    def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator, *, vary: bool = True) -> Batch:
+    def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator) -> Batch:
         """Build a batch of pages with questions; from then on, the model's prompts have crops if `crops` is set."""
         self.learner.vlm.family = self.families[crops]
         questions = [pages.draw_questions(page, kinds, rng) for page in drawn]
-        if vary:
-            questions = [[replace(q, text=everyday.vary(q.text, rng)) for q in row] for row in questions]
+        questions = [[replace(q, text=everyday.vary(q.text, rng)) for q in row] for row in questions]
         return self.builders[crops].batch(_pixels(drawn), questions)
 
     @torch.no_grad()
     def accuracy(self, split: str, count: int) -> dict[str, float]:
-        """Return the share of exactly correct answers by kind, with and without crops (`train_tiny.accuracy`)."""
-        shares, kinds = {}, (*pages.PHRASES, "missing")
-        for crops in (True, False):
-            right = []
-            for first in range(0, count, 32):
-                drawn = [pages.draw_page(split, i) for i in range(first, min(count, first + 32))]
-                batch = self.ask(drawn, kinds, crops, np.random.default_rng([first]))
-                is_right = self.learner.vlm(batch)[0].argmax(-1) == batch.targets
-                numbers = batch.question_of_target
-                right += [bool(is_right[numbers == i].all()) for i in range(len(drawn) * len(kinds))]
-            for i, kind in enumerate(kinds):
-                hits = right[i :: len(kinds)]
-                shares[kind if crops else f"{kind}, no crops"] = round(sum(hits) / len(hits), 4)
+        """Return the share of exactly correct answers by kind, with and without crops."""
+        shares, drawn = {}, [pages.draw_page(split, i) for i in range(count)]
+        for crops, name in ((True, ""), (False, ", no crops")):
+            batch = self.ask(drawn, KINDS, crops, np.random.default_rng(count))
+            right = are_right(batch, self.learner.vlm(batch)[0])
+            for i, kind in enumerate(KINDS):
+                shares[kind + name] = round(sum(right[i :: len(KINDS)]) / count, 4)
         return shares
 
 
@@ -178,11 +167,9 @@ def _pixels(drawn: list[pages.Page]) -> Tensor:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    run.add_arguments(parser, Recipe)
-    args = vars(parser.parse_args())
-    out, resume, stop = (args.pop(name) for name in ("out", "resume", "stop"))
-    recipe = Recipe(**{name: value for name, value in args.items() if value is not None})
-    run.train(Trainer, (recipe,), out or FAMILY.folder, resume=resume, stop=stop)
+    run.add_arguments(parser)
+    args = parser.parse_args()
+    run.train(Trainer, (run.changed(Recipe(), args.set),), args.out or STEP3.folder)
 
 
 if __name__ == "__main__":

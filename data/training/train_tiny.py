@@ -37,7 +37,7 @@ A model reads an input only if nothing else contains the same information:
    of them were. So this family has as many videos as images in a step, and its questions about images are mostly about
    places. With 14 images, 6 videos and five questions, training took a third more time; with 8 and 9, and questions as
    in other families, answers about exchanged slices stayed at 94 %.
-8. **Or the position table is.** A second GLM (`tiny_glm4v_table.py`) learns to read places from its table. In most
+8. **Or the position table is.** A second GLM (`glm4v_table`) learns to read places from its table. In most
    batches of images the vectors of the tokens are exchanged, and the questions and the first probe, which then asks for
    the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
    patches to which it is added.
@@ -59,6 +59,7 @@ A model reads an input only if nothing else contains the same information:
 """
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,8 +74,8 @@ from torch import Tensor, nn
 import refvl
 from data.training import everyday, photos, relations, run, scenes
 from data.training.run import WORKERS
-from data.training.tiny_family import DEFAULT, VARIANTS, TinyFamily, family_names, find_family
-from data.training.tiny_model import Batch, PromptBuilder, TinyModel
+from data.training.tiny_family import DEFAULT, FAMILIES, TinyFamily, find_family
+from data.training.tiny_model import Batch, PromptBuilder, TinyModel, are_right
 
 TELLINGS = 4  # showings of a video in which a colour changes, each with different timestamps
 HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count")
@@ -122,9 +123,9 @@ class Recipe:
 class Learner(nn.Module):
     """The model, and the probe that helps its tower."""
 
-    def __init__(self, family: TinyFamily, config: dict, seed: int):
+    def __init__(self, family: TinyFamily, seed: int):
         super().__init__()
-        self.vlm = TinyModel(family, config)
+        self.vlm = TinyModel(family)
         self.vlm.init_weights(seed)
         movements = 1 + len(scenes.DIRECTIONS) + ("change" in family.clips)
         self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements)
@@ -515,26 +516,20 @@ class Trainer(run.Trainer):
 
     def __init__(self, family: TinyFamily, recipe: Recipe, rank: int):
         super().__init__(family, recipe, rank)
-        self.tokenizer = family.train_tokenizer()
-        self.config = family.config(self.tokenizer)
-        self.builder = PromptBuilder(family, self.tokenizer, self.config)
+        self.builder = PromptBuilder(family)
         self.learner, self.pool = self.make_learner(), Pool(recipe, rank)
         if recipe.begin_with:
             self.take_over(family.folder)
         self.start()
 
     def make_learner(self) -> Learner:
-        return Learner(self.family, self.config, self.recipe.seed)
+        return Learner(self.family, self.recipe.seed)
 
     def take_over(self, folder: Path) -> None:
         """Load the weights in a folder. Raises ValueError if they are not those that the recipe names."""
         if (found := run.digest(folder)) != self.recipe.begin_with:
             raise ValueError(f"begin_with: expected the digest of the weights in {folder}, {found}; check it out first")
-        model, vlm = refvl.load(folder, device="cpu", dtype=torch.float32, progress=False), self.learner.vlm
-        vlm.visual.load_state_dict(model.encoder.state_dict())
-        text = model.language_model.state_dict()
-        vlm.model.load_state_dict({n.removeprefix("model."): w for n, w in text.items() if n.startswith("model.")})
-        vlm.lm_head.weight.data.copy_(text["lm_head.weight"])
+        self.learner.vlm.take_over(refvl.load(folder, device="cpu", dtype=torch.float32, progress=False))
 
     def losses(self) -> list[Tensor]:
         """Return the losses of images' answers and cells, videos' answers and cells, photos and off-topic answers.
@@ -659,104 +654,21 @@ class Trainer(run.Trainer):
 def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -> dict[str, float]:
     """Return the share of exactly correct answers by kind, on the first `count` scenes of a held-out split.
 
-    Answers are teacher-forced: every token is the most likely one exactly if greedy decoding gives the answer.
-    If the family reads positions or times, the questions are repeated with changed ones, and the answer has to change.
-    """
-    family, shares = model.family, {}
-    for sort in ("picture", *family.clips):
-        (drawn, pixels), rng = first_scenes(sort, split, count), np.random.default_rng(count)
-        kinds = [kind for kind, of in family.kinds.items() if of == sort]
-        asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
-        beside = [
-            [scenes.missing_question(scene, rng), draw_aside(scene, rng), summing_up(scene, rng)] for scene in drawn
-        ]
-        shares |= _measure(model, builder, drawn, pixels, asked, kinds=kinds)
-        shares |= _measure(model, builder, drawn, pixels, beside, name=f", {sort}", kinds=BESIDE)
-        if sort == "picture" and family.reads_places:
-            swapped = [at_places(scene, scenes.TRANSPOSED) for scene in drawn]
-            asked = [scenes.draw_questions(scene, ["place"], rng) for scene in swapped]
-            move = partial(move_places, order=scenes.TRANSPOSED, beside=family.moves_with_token)
-            shares |= _measure(model, builder, drawn, pixels, asked, name=", h and w swapped", move=move)
-        if sort == "picture" and family.reads_table:
-            asked = [scenes.draw_questions(at_places(scene, scenes.TRANSPOSED), ["place"], rng) for scene in drawn]
-            shown = {"table": np.add.outer(4 * scenes.TRANSPOSED, INNER_ORDERS[0]).flatten().tolist()}
-            shares |= _measure(model, builder, drawn, pixels, asked, name=", table transposed", shown=shown)
-        if sort == "picture" and family.reads_neighbours:
-            shuffled = np.random.default_rng(count)
-            for name, seen in {
-                "": relations.AS_IT_IS,
-                ", exchanged": relations.Arrangement(shuffled.permutation(9), shuffled.permutation(9)),
-            }.items():
-                kinds = relations.kinds_of(family)
-                asked = [[relations.draw_question(scene, seen, kind, rng) for kind in kinds] for scene in drawn]
-                shares |= _measure(model, builder, drawn, pixels, asked, name=name, shown={"change": seen})
-        if sort == "picture":
-            kinds = ["color", "shape", "place"]
-            for height, width in SIZES_MEASURED:
-                other = resize(resize(pixels, (height, width)), family.target_size(height, width, 1))
-                asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
-                name = f", {width} x {height} px"
-                shares |= _measure(model, builder, drawn, other, asked, kinds=kinds, name=name)
-        if sort == "motion" and family.reads_steps:
-            back = [replace(scene, direction=scenes.OPPOSITE[scene.direction]) for scene in drawn]
-            asked = [scenes.draw_questions(scene, ["motion"], rng) for scene in back]
-            shares |= _measure(model, builder, back, pixels, asked, name=", t reversed", move=reverse_steps)
-        if sort == "motion" and family.packing:
-            for name, (frames, times) in TIMES_MEASURED.items():
-                packs = scenes.packs_of(frames, times, family.packing)
-                told = [scenes.retell(scene, packs) for scene in drawn]
-                asked = [scenes.draw_questions(scene, ["motion"], rng) for scene in told]
-                shown = {"times": times}
-                shares |= _measure(model, builder, told, pixels[:, list(frames)], asked, name=name, shown=shown)
-        if sort == "picture" and family.sliced:
-            order = [1, 0, 3, 2]
-            places = scenes.places_of_slices(order)
-            asked = [scenes.draw_questions(at_places(scene, places), ["place"], rng) for scene in drawn]
-            shares |= _measure(model, builder, drawn, pixels, asked, name=", slices exchanged", shown={"order": order})
-    return shares
-
-
-@cache
-def first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene], Tensor]:
-    """Return scenes and their pixels (B, frames, 84, 84, 3) uint8, cached, because every measurement uses the same."""
-    drawn = [scenes.draw_sort(sort, split, i) for i in range(count)]
-    pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
-    return drawn, pixels[:, None] if sort == "picture" else pixels
-
-
-SIZES_MEASURED = ((56, 56), (112, 112), (84, 168), (120, 60))
-BESIDE = ("missing", "everyday", "what", "what_clip")
-TIMES_MEASURED = {
-    ", one pack exchanged": ((0, 3, 5), (17, 9, 4)),
-    ", packs exchanged": (WHOLE, (15, 20, 25, 0, 5, 10)),
-    ", all exchanged": (WHOLE, (25, 20, 15, 10, 5, 0)),
-}
-
-
-def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=None, shown=None) -> dict[str, float]:
-    """Return the share of correct answers of each kind, up to 64 scenes with equally long prompts at a time.
-
-    Workers share them.
+    Changed positions, tables, times and slices are left to `evaluate_tiny`.
     """
     hits: dict[str, list[bool]] = {}
-    alike: dict[tuple, list[int]] = {}
-    for i, scene in enumerate(drawn):
-        alike.setdefault(tuple(count_digits(scene.seconds)) if model.family.spells_seconds else (), []).append(i)
-    parts = [same[first : first + 64] for same in alike.values() for first in range(0, len(same), 64)]
-    for part in run.own_share(parts):
-        seconds = None
-        if pixels.shape[1] > 1:
-            seconds = [drawn[i].seconds or scenes.SECONDS for i in part]
-        batch = builder.batch(pixels[part], [asked[i] for i in part], seconds=seconds, shown=shown)
-        batch = move(batch) if move else batch
-        right = model(batch)[0].argmax(-1) == batch.targets
-        for number, question in enumerate(q for i in part for q in asked[i]):
-            if kinds is None or question.kind in kinds:
-                hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
-    for other in run.from_others(hits):
-        for kind, found in other.items():
-            hits.setdefault(kind, []).extend(found)
-    return {kind + name: round(sum(h) / len(h), 4) for kind, h in hits.items()}
+    for sort, index in itertools.product(("picture", *model.family.clips), range(count)):
+        scene, rng = scenes.draw_sort(sort, split, index), np.random.default_rng(index)
+        asked = scenes.draw_questions(scene, [kind for kind, of in model.family.kinds.items() if of == sort], rng)
+        asked += [scenes.missing_question(scene, rng), draw_aside(scene, rng), summing_up(scene, rng)]
+        pixels = scenes.render(scene)
+        if sort == "picture":
+            batch = builder.batch(pixels[None, None], [asked])
+        else:
+            batch = builder.batch(pixels[None], [asked], seconds=[scene.seconds or scenes.SECONDS])
+        for question, is_right in zip(asked, are_right(batch, model(batch)[0]), strict=True):
+            hits.setdefault(f"{question.kind}, {sort}", []).append(is_right)
+    return {kind: round(sum(found) / len(found), 4) for kind, found in hits.items()}
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -766,25 +678,18 @@ def make_trainer(model: str, recipe: Recipe, rank: int) -> Trainer:
     return Trainer(find_family(model), recipe, rank)
 
 
-def train(recipe: Recipe, out: Path, *, model: str = DEFAULT, resume: bool = False, stop: int | None = None) -> None:
-    """Train the family `model` into the folder `out`; see `run.train`."""
-    run.train(make_trainer, (model, recipe), out, resume=resume, stop=stop)
-
-
-def recipe_of(family: TinyFamily, **changes) -> Recipe:
-    """Return the recipe of its committed checkpoint, with changes."""
-    return Recipe(**(family.recipe | changes))
+def recipe_of(family: TinyFamily) -> Recipe:
+    """Return the recipe of its committed checkpoint."""
+    return Recipe(**family.recipe)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*family_names(), *VARIANTS], default=DEFAULT)
-    run.add_arguments(parser, Recipe)
-    args = vars(parser.parse_args())
-    model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))
-    family = find_family(model)
-    recipe = recipe_of(family, **{name: value for name, value in args.items() if value is not None})
-    train(recipe, out or family.folder, model=model, resume=resume, stop=stop)
+    parser.add_argument("--model", choices=FAMILIES, default=DEFAULT)
+    run.add_arguments(parser)
+    args = parser.parse_args()
+    family = find_family(args.model)
+    run.train(make_trainer, (args.model, run.changed(recipe_of(family), args.set)), args.out or family.folder)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ fs.writeFileSync("out", Buffer.concat({json.dumps(things)}.map(painted)));"""
 
 def test_tokenizer_is_that_of_the_checkpoint(tmp_path):
     """Ids of phrases, of special tokens as plain text, and of text in other scripts. Oracle: tokenizers."""
-    texts = [question for question, _ in scenes.all_phrases()[::7]]
+    texts = [text.format(x=x) for texts in scenes.PHRASES.values() for text in texts for x in ("red star", "top left")]
     texts += ["I'll  see\n\n what's 12 at <|im_end|>?", "naïve café", "e\u0301", "日本語 and Ελληνικά"]
     texts += ["🙂!? \t x", "a\r\nb", " "]
     for checkpoint in CHECKPOINTS:
