@@ -38,22 +38,7 @@ from refvl.positions.timestamps import VARIANTS
 
 if TYPE_CHECKING:
     from refvl.model import VLM
-    from refvl.viz.explorers.assignment import AssignmentExplorer
-    from refvl.viz.explorers.attention import AttentionExplorer
-    from refvl.viz.explorers.costs import CostsExplorer
-    from refvl.viz.explorers.deepstack import DeepstackExplorer
-    from refvl.viz.explorers.evs import EvsExplorer
-    from refvl.viz.explorers.families import FamiliesExplorer
-    from refvl.viz.explorers.graph import GraphExplorer
-    from refvl.viz.explorers.launches import LaunchesExplorer
-    from refvl.viz.explorers.mrope import MropeExplorer
-    from refvl.viz.explorers.packing import PackingExplorer
-    from refvl.viz.explorers.positions import PositionsExplorer
-    from refvl.viz.explorers.rules import PositionRulesExplorer
-    from refvl.viz.explorers.slices import SlicesExplorer
-    from refvl.viz.explorers.timeline import TimelineExplorer
-    from refvl.viz.explorers.tower import TowerExplorer
-    from refvl.viz.explorers.windows import WindowsExplorer
+    from refvl.viz.explorers.base import Explorer
 
 # the shipped models with M-RoPE
 SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
@@ -61,7 +46,7 @@ SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.
 
 def explore_windows(
     image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224, 448)
-) -> "WindowsExplorer":
+) -> "Explorer":
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
     image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
@@ -74,12 +59,12 @@ def explore_windows(
     return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)
 
 
-def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
+def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "Explorer":
     """Explore the resized image, its patches and its merge blocks by pixel budget, in merged tokens."""
     return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
-def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":
+def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
     """Explore the attention of an answer by token, layer and head, and of each patch by block and head. Needs
     anywidget.
 
@@ -90,7 +75,7 @@ def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "Atten
     return AttentionExplorer(model, questions)
 
 
-def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "TowerExplorer":
+def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
     """Explore one patch from its pixels through every block to its token. Arguments as in `explore_attention`."""
     from refvl.viz.explorers.tower import TowerExplorer
 
@@ -100,7 +85,7 @@ def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "TowerExpl
 def explore_positions(
     second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
     image=None, clip=None,
-) -> "PositionsExplorer":  # fmt: skip
+) -> "Explorer":  # fmt: skip
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token, and delta.
 
     It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: {name:
@@ -121,7 +106,7 @@ def explore_positions(
     return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
 
 
-def explore_position_rules(image=None, clip=None) -> "PositionRulesExplorer":
+def explore_position_rules(image=None, clip=None) -> "Explorer":
     """Explore one sliced image and one video under four position rules: those of three models, and that of text.
 
     image, clip: inputs of `load_image` and `load_video`, by default files of the repository. Needs anywidget.
@@ -136,7 +121,7 @@ def explore_position_rules(image=None, clip=None) -> "PositionRulesExplorer":
     return PositionRulesExplorer(image, clip)
 
 
-def explore_mrope() -> "MropeExplorer":
+def explore_mrope() -> "Explorer":
     """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it, and their score.
 
     Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs anywidget.
@@ -146,7 +131,7 @@ def explore_mrope() -> "MropeExplorer":
     return MropeExplorer()
 
 
-def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "EvsExplorer":
+def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "Explorer":
     """Explore the tokens that are kept, and their positions, by pruning rate, starting at q. Needs anywidget.
 
     frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
@@ -156,14 +141,14 @@ def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *
     return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
 
 
-def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "EvsExplorer":
+def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "Explorer":
     """Explore the answers to questions about videos, name -> (prompt, video), at every pruning rate."""
     from refvl.viz.explorers.evs import EvsExplorer, clip_asked
 
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
 
 
-def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer":
+def explore_graph(model: "VLM", before, image, question: str) -> "Explorer":
     """Explore the recording of a Qwen2.5-VL tower, operation by operation, with a buffer that is not refilled.
 
     before, image: anything `load_image` accepts, replayed one after the other; if their shapes are equal, only pixels
@@ -175,7 +160,7 @@ def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer"
     return GraphExplorer(model, before, image, question)
 
 
-def explore_launches() -> "LaunchesExplorer":
+def explore_launches() -> "Explorer":
     """Explore when a host launches operations and when a device runs them, eagerly and in a replay. Needs anywidget.
 
     Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing is measured.
@@ -187,7 +172,7 @@ def explore_launches() -> "LaunchesExplorer":
 
 def explore_packing(
     arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
-) -> "PackingExplorer":
+) -> "Explorer":
     """Explore how arriving images share replays, for every number of captured graphs and both policies.
 
     arrivals: output tokens of the images in order of arrival, or several such patterns by name. budgets, max_items: as
@@ -201,7 +186,7 @@ def explore_packing(
 
 def explore_assignment(
     sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"
-) -> "AssignmentExplorer":
+) -> "Explorer":
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
     sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number of ranks. Needs anywidget.
@@ -216,7 +201,7 @@ def explore_assignment(
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
 
 
-def explore_costs(image=None) -> "CostsExplorer":
+def explore_costs(image=None) -> "Explorer":
     """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of full-attention blocks.
 
     image: anything `load_image` accepts, by default one of the repository. Sizes are those of the released 7B model.
@@ -231,7 +216,7 @@ def explore_costs(image=None) -> "CostsExplorer":
     return CostsExplorer(DATA / "pictures" / "coffee.jpg" if image is None else image, config)
 
 
-def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "DeepstackExplorer":
+def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
     """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
 
     model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
@@ -247,7 +232,7 @@ def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) ->
     return DeepstackExplorer(model, questions)
 
 
-def explore_families(counted: Mapping) -> "FamiliesExplorer":
+def explore_families(counted: Mapping) -> "Explorer":
     """Explore tokens, positions, memory and time of one image or video in every family, by size. Needs anywidget.
 
     counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are computed from its
@@ -258,7 +243,7 @@ def explore_families(counted: Mapping) -> "FamiliesExplorer":
     return FamiliesExplorer(counted)
 
 
-def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "TimelineExplorer":
+def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "Explorer":
     """Explore a video's length and frame rate: which frames each variant samples, and the timestamp for every two.
 
     duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the variant whose first
@@ -278,7 +263,7 @@ def explore_slices(
     crops: CropConfig = RELEASED,
     model: "VLM | None" = None,
     question: str = "What is in the picture?",
-) -> "SlicesExplorer":
+) -> "Explorer":
     """Explore how MiniCPM-V and Step3-VL cut one photo, at every size at which one of them cuts it differently.
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
@@ -290,6 +275,6 @@ def explore_slices(
     return SlicesExplorer(image, config, crops, model, question)
 
 
-def explore_crops(image, config: CropConfig = RELEASED) -> "SlicesExplorer":
+def explore_crops(image, config: CropConfig = RELEASED) -> "Explorer":
     """Explore how Step3-VL and, with its released sizes, MiniCPM-V cut one photo: `explore_slices` without a model."""
     return explore_slices(image, SliceConfig(), crops=config)

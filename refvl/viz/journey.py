@@ -23,33 +23,10 @@ from typing import Any, NamedTuple
 from refvl.paths import DATA
 from refvl.study.follow import SENTENCES, Function, Journey, count_checks, pieces, shapes
 from refvl.viz.stage_values import first_picture, values
-from refvl.viz.style import THEMES
+from refvl.viz.style import filled, variables
 
 TITLE = "One image, line by line"
-STYLE, SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data:"><link rel="icon" href="data:,">
-<meta name="color-scheme" content="light dark"><title>{title}</title><style>{style}</style></head>
-<body>{top}
-{steps}
-<main>
-{stages}
-</main><script>{script}</script></body></html>
-"""
-TOP = """<header id="top">{back}<h1>{title}</h1>{menu}
-{picture}<p class="asked">{question}</p><p class="answer">{model} answers: <b>{answer}</b></p>
-<p>This is the code that ran for that answer: every function, in the order in which the run first entered it. The page
-was generated from that run.</p>
-<ul class="legend"><li class="l ran"><span class="n">12</span><span class="c">a line that ran</span></li>
-<li class="l"><span class="n">13</span><span class="c">a line that did not run</span></li>
-<li><span class="summary">6 lines check</span> lines that only check, folded</li>
-<li><span class="call">7 name</span> function 7 is first entered from here</li></ul>
-<p class="keys"><button type="button" id="unfold" aria-pressed="false" hidden>Unfold all checks</button>
-<span>The keys <kbd>←</kbd> and <kbd>→</kbd> move from stage to stage.</span></p>
-<dl class="numbers">{numbers}</dl>
-{way}</header>"""
+FILES = Path(__file__)  # with .html, .css and .js beside it
 SAID = (  # the labels of `Numbers`
     "functions entered", "jumps to a different file", "files", "lines of code in these functions",
     "of these, lines that only check something", "lines of code in these files",
@@ -97,27 +74,14 @@ def page(
         articles = [_article(journey, function, number + i, files) for i, function in enumerate(functions)]
         stages.append(_section(place, stage, aside, articles))
         number += len(functions)
-    return PAGE.format(
-        title=html.escape(f"{title}: {TITLE.lower()}" if title else TITLE), style=style(),
-        top=_top(journey, title, links or {}, index), steps=_steps(journey), stages="\n".join(stages),
-        script=SCRIPT.read_text(encoding="utf-8"),
-    )  # fmt: skip
-
-
-def style() -> str:
-    """Return the palette of figures and explorers as variables, followed by the style sheet."""
-    light, dark = (";".join(f"--{name}:{color}" for name, color in colors.items()) for colors in THEMES.values())
-    sheet = STYLE.read_text(encoding="utf-8")
-    return f":root{{color-scheme:light dark;{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
-
-
-def _top(journey: Journey, title: str, links: Mapping[str, str], index: str) -> str:
-    """Return question and answer, a legend of the page, the numbers, and an overview of the path."""
-    items = "".join(_menu_item(name, address) for name, address in links.items())
     numbers = zip(SAID, journey.numbers, strict=True)
-    return TOP.format(
+    items = "".join(_menu_item(name, address) for name, address in (links or {}).items())
+    return filled(
+        FILES.with_suffix(".html"),
+        title=html.escape(f"{title}: {TITLE.lower()}" if title else TITLE),
+        style=style(),
         back=f'<p class="back"><a href="{index}">All notebooks and explorers</a></p>' if index else "",
-        title=TITLE,
+        heading=TITLE,
         menu=f'<nav aria-label="Journeys"><ul class="journeys">{items}</ul></nav>' if items else "",
         picture=first_picture(journey),
         question=html.escape(journey.question),
@@ -125,7 +89,15 @@ def _top(journey: Journey, title: str, links: Mapping[str, str], index: str) -> 
         answer=html.escape(journey.trace.text),
         numbers="".join(f"<div><dt>{said}</dt><dd>{value:,}</dd></div>" for said, value in numbers),
         way=_way(journey),
+        steps=_steps(journey),
+        stages="\n".join(stages),
+        script=FILES.with_suffix(".js").read_text(encoding="utf-8"),
     )
+
+
+def style() -> str:
+    """Return the palette of figures and explorers as variables, followed by the style sheet."""
+    return variables() + FILES.with_suffix(".css").read_text(encoding="utf-8")
 
 
 def _menu_item(name: str, address: str) -> str:

@@ -1,7 +1,9 @@
 """One figure style: the same thing has the same colour in every notebook."""
 
 import io
+import re
 from functools import partial
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -124,6 +126,17 @@ def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
+
+
+def variables(*names: str) -> str:
+    """Return colours of both themes as CSS variables; by default, all colours."""
+    light, dark = (";".join(f"--{n}:{colors[n]}" for n in names or colors) for colors in THEMES.values())
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+def filled(template: Path, **parts: str) -> str:
+    """Return an HTML file with each `{{name}}` replaced."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template.read_text(encoding="utf-8"))
 
 
 def ink_on(color) -> str:

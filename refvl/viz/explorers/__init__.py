@@ -1,16 +1,11 @@
 """Explorers: Python computes a table, and a plain ES module draws it, in Jupyter or on a page without a kernel.
 
-Writing an explorer called NAME takes four steps; `windows.py` and `windows.js` are the example:
+Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` are the example:
 
 1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers that refvl's functions compute:
 
        class NameExplorer(Explorer):
            _esm = module("NAME")
-           title = "What it is"
-           asks = "What does it answer?"          # the page begins with these
-           terms = "A budget is the largest number of tokens."
-           action = "Drag the budget."
-           takeaway = "More tokens, more windows."    # and ends with this sentence
 
            def __init__(self, ...):
                super().__init__(
@@ -32,9 +27,11 @@ Writing an explorer called NAME takes four steps; `windows.py` and `windows.js` 
 
 2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the helpers.
 
-3. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page and for the tests.
+3. A table in `words.toml`: what its page is called, asks, explains, and concludes.
 
-4. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed independently of the table.
+4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page and for the tests.
+
+5. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed independently of the table.
 
 After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name) and
 `explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the reader's choices. Setting

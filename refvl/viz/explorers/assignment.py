@@ -19,13 +19,6 @@ class AssignmentExplorer(Explorer):
     """The explorer of assignments. Items are the arriving images, in that order."""
 
     _esm = module("assignment")
-    title = "Who encodes what"
-    asks = "Which device encodes which image?"
-    terms = "Each device has a copy of the image encoder. The answer waits until all images are encoded."
-    action = (
-        'Choose "by count" instead of "by size" and see which devices wait. Then drag across the chart to add devices.'
-    )
-    takeaway = "All devices wait for the one with the most patches, so balance the sizes of images, not their number."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit

@@ -28,16 +28,6 @@ class AttentionExplorer(WatchedExplorer):
     """
 
     _esm = module("attention")
-    title = "Where the model looks"
-    asks = "Where does the model look when it answers?"
-    terms = (
-        "The prompt consists of tokens, which are pieces of text or of the image. In each layer of the model, every "
-        "head divides its attention among the earlier tokens."
-    )
-    action = (
-        "Choose a different head in the small maps: most heads ignore the circle. Then choose a different question."
-    )
-    takeaway = "A few heads find the object in question; most heads look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)

@@ -4,6 +4,7 @@ import base64
 import io
 import itertools
 import re
+import tomllib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,12 @@ def module(name: str) -> str:
     return re.sub(r'^import .* from "\./shared\.js";\n', lambda _: shared, own, count=1, flags=re.M)
 
 
+def words(name: str) -> dict[str, str]:
+    """Return what an explorer's page says, by part, from `words.toml`; nothing for a name without a table."""
+    table = tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8")).get(name, {})
+    return {part: " ".join(text.split()) for part, text in table.items()}
+
+
 def photo(image, *, side: int = 400) -> str:
     """Return an image as a `data:` URL for the table: a WebP whose longer side has at most `side` pixels."""
     picture = load_image(image).convert("RGB")
@@ -67,8 +74,8 @@ class Explorer(anywidget.AnyWidget):
 
     index: the current state. selected: the item that the reader chose, -1 for none; each subclass defines its items.
     The reader and Python can set both. Raises ValueError if there is not one row per state, or `start` is not a state.
-    asks, terms, action, takeaway: the question that its page asks, an explanation of the terms, something to try, and
-    the conclusion.
+    title, asks, terms, action, takeaway: what its page says, from `words.toml`: the question that it asks, an
+    explanation of the terms, something to try, and the conclusion.
     """
 
     title = asks = terms = action = takeaway = "Explorer"
@@ -79,6 +86,11 @@ class Explorer(anywidget.AnyWidget):
     table = traitlets.Dict().tag(sync=True)
     palette = traitlets.Dict().tag(sync=True)
     name = traitlets.Unicode().tag(sync=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for part, text in words(cls.__module__.rpartition(".")[2]).items():
+            setattr(cls, part, text)
 
     def __init__(
         self,

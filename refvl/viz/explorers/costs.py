@@ -24,19 +24,6 @@ class CostsExplorer(Explorer):
     """The explorer of costs. Operations are multiplications plus additions; items are windows, in reading order."""
 
     _esm = module("costs")
-    title = "Windows or full attention"
-    asks = "What does it cost to let every patch attend to all others?"
-    terms = (
-        "The image encoder is a stack of blocks. In some, a patch attends only within its window, a small square. "
-        "In the others, it attends to all patches, which is full attention."
-    )
-    action = (
-        "Drag across the curves to make the image larger. Then drag across the bars to give more blocks full attention."
-    )
-    takeaway = (
-        "Full attention is quadratic in the pixel count and windowed attention is linear, so just 4 of Qwen2.5-VL's 32 "
-        "blocks use full attention."
-    )
 
     def __init__(self, image, config: Qwen2_5_VisionConfig):
         self.config, self.image = config, ImageOps.fit(load_image(image).convert("RGB"), (400, 400))

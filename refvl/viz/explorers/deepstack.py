@@ -39,17 +39,6 @@ class DeepstackExplorer(Explorer):
     """
 
     _esm = module("deepstack")
-    title = "DeepStack"
-    asks = "What does the language model lose without features of the tower's earlier blocks?"
-    terms = (
-        "The tower is the image encoder. Its last block produces the embeddings that the language model reads as "
-        "tokens; some earlier blocks produce additional features."
-    )
-    action = 'Choose "all features" in the list: the answer becomes correct. Then choose the question about a video.'
-    takeaway = (
-        "DeepStack adds features of earlier tower blocks to the language model's first layers. Without them, this "
-        "model misjudges some images."
-    )
 
     def __init__(self, model: VLM, questions: Mapping[str, tuple[str, Any]]):
         self.model, self.asked = model, {name: ask(model, *question) for name, question in questions.items()}

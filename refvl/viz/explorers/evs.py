@@ -24,14 +24,6 @@ class EvsExplorer(Explorer):
     """The explorer of videos at every pruning rate that changes the result. Items are tokens, in row-major order."""
 
     _esm = module("evs")
-    title = "EVS with the answer"
-    asks = "How many tokens of a video can be dropped before the answer breaks?"
-    terms = (
-        "EVS (efficient video sampling) drops a share q of the video's tokens: those that changed least since the "
-        "previous frame."
-    )
-    action = 'Press "prune more", or drag across the probability curves.'
-    takeaway = "Half of the tokens can go because they repeat the previous frame; drop too many, and the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
         """clips: videos as returned by `clip_asked` or `clip_of_embeddings`, each with a name."""

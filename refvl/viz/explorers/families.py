@@ -15,14 +15,6 @@ class FamiliesExplorer(Explorer):
     """The explorer of families, which are its items; those without video support have no row for videos."""
 
     _esm = module("families")
-    title = "Family race"
-    asks = "What does the same image cost in each family?"
-    terms = "A family is a series of models with the same kind of image encoder, such as Qwen2.5-VL or MiniCPM-V."
-    action = "Drag across a chart to make the image larger: the cost stops growing in some families, but not in others."
-    takeaway = (
-        "The family determines the cost: at 1344 px, Qwen2.5-VL turns the image into 2,304 tokens, but "
-        "MiniCPM-V into only 640."
-    )
 
     def __init__(self, counted: Mapping):
         rows: dict[tuple, dict] = {}

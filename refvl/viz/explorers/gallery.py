@@ -13,24 +13,7 @@ from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
-from refvl.viz.explore import (
-    explore_assignment,
-    explore_attention,
-    explore_costs,
-    explore_deepstack,
-    explore_evs,
-    explore_families,
-    explore_graph,
-    explore_launches,
-    explore_mrope,
-    explore_packing,
-    explore_position_rules,
-    explore_positions,
-    explore_slices,
-    explore_timeline,
-    explore_tower,
-    explore_windows,
-)
+from refvl.viz import explore
 from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 
@@ -54,34 +37,34 @@ def bottom_first(image) -> np.ndarray:
 
 
 GALLERY: dict[str, Callable[[], Explorer]] = {
-    "windows": lambda: explore_windows(
+    "windows": lambda: explore.explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
     ),
-    "graph": lambda: explore_graph(
+    "graph": lambda: explore.explore_graph(
         small_model(), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the square?"
     ),
-    "launches": explore_launches,
-    "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
-    "slices": lambda: explore_slices(
+    "launches": explore.explore_launches,
+    "packing": lambda: explore.explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
+    "slices": lambda: explore.explore_slices(
         DATA / "pictures/coffee.jpg", SliceConfig(), model=small_model("tiny-minicpmv-4_5")
     ),
-    "families": lambda: explore_families(json.loads((DATA / "measurements/families.json").read_text())),
-    "positions": explore_positions,
-    "rules": explore_position_rules,
-    "mrope": explore_mrope,
-    "attention": lambda: explore_attention(
+    "families": lambda: explore.explore_families(json.loads((DATA / "measurements/families.json").read_text())),
+    "positions": explore.explore_positions,
+    "rules": explore.explore_position_rules,
+    "mrope": explore.explore_mrope,
+    "attention": lambda: explore.explore_attention(
         small_model(),
         {
             question: (question, SCENE)
             for question in ("What color is the circle?", "What shape is in the center?", "Where is the square?")
         },
     ),
-    "tower": lambda: explore_tower(
+    "tower": lambda: explore.explore_tower(
         small_model(),
         {"a scene": ("What shape is in the center?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
     ),
-    "costs": explore_costs,
-    "deepstack": lambda: explore_deepstack(
+    "costs": explore.explore_costs,
+    "deepstack": lambda: explore.explore_deepstack(
         small_model("tiny-qwen3_vl"),
         {
             "an image, cut and swapped": ("What shape is the red object?", bottom_first(SCENE)),
@@ -89,9 +72,9 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
             "an image": ("What color is the circle?", SCENE),
         },
     ),
-    "timeline": explore_timeline,
-    "assignment": lambda: explore_assignment(SIZES),
-    "evs": lambda: explore_evs(
+    "timeline": explore.explore_timeline,
+    "assignment": lambda: explore.explore_assignment(SIZES),
+    "evs": lambda: explore.explore_evs(
         small_model(),
         {question: (question, CLIP) for question in ("Which way does the circle move?", "What color is the circle?")},
     ),

@@ -32,16 +32,6 @@ class GraphExplorer(Explorer):
     """
 
     _esm = module("graph")
-    title = "Graph step-through"
-    asks = "What happens if a buffer is not refilled before a CUDA graph is replayed?"
-    terms = (
-        "A CUDA graph is a recorded list of GPU operations. A replay runs them again on fixed memory, the buffers, "
-        "which must first be refilled with the new image's data."
-    )
-    action = "Drag the slider through the buffers and read the model's answer for each."
-    takeaway = (
-        "A stale buffer raises no error: the graph replays, and the model can be just as confident in a wrong answer."
-    )
 
     def __init__(self, model: VLM, before, image, question: str):
         self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)

@@ -17,17 +17,6 @@ class LaunchesExplorer(Explorer):
     """The explorer of launches. Item i is operation i. Times are computed, not measured; a replay is one launch."""
 
     _esm = module("launches")
-    title = "Host and device"
-    asks = "When does a graph make a model faster?"
-    terms = (
-        "The host (CPU) launches each operation on the device (GPU). A CUDA graph records many operations; one "
-        "launch replays them all."
-    )
-    action = "Lower the cost of a launch until the device no longer waits."
-    takeaway = (
-        "A graph makes a model faster when launching an operation takes longer than running it, because a replay needs "
-        "only one launch."
-    )
 
     def __init__(self):
         controls = [

@@ -26,17 +26,6 @@ class MropeExplorer(Explorer):
     """
 
     _esm = module("mrope")
-    title = "M-RoPE playground"
-    asks = "How does attention know how far apart two tokens are?"
-    terms = (
-        "Attention scores a query against a key. Before that, M-RoPE splits both into pairs of numbers and rotates "
-        "each pair by t (time), h (height) or w (width)."
-    )
-    action = "Drag the key ✕ down, out of the query's row: now the h pairs differ, too, and the score falls."
-    takeaway = (
-        "Each rotary pair is rotated along one axis, so the score of two equal tokens depends only on their offsets in "
-        "t, h and w."
-    )
 
     def __init__(self):
         controls = [

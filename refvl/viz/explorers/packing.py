@@ -36,14 +36,6 @@ class PackingExplorer(Explorer):
     """The explorer of packing. Items are images in order of arrival. The largest of `budgets` are captured."""
 
     _esm = module("packing")
-    title = "Packing player"
-    asks = "How many images share one replay of a CUDA graph?"
-    terms = (
-        "A CUDA graph records a model's operations for a fixed number of tokens, its budget. A replay runs them "
-        "again, and padding fills the unused part of the budget."
-    )
-    action = 'Press "add images": they arrive one by one. Then capture fewer graphs, and see the padding grow.'
-    takeaway = "A replay costs its whole budget, however full it is, so more graph sizes mean less padding."
 
     def __init__(self, arrivals: Mapping[str, Sequence[int]], budgets: Sequence[int], *, max_items: int):
         self.arrivals = {name: list(tokens) for name, tokens in arrivals.items()}

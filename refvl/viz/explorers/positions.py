@@ -63,14 +63,6 @@ class PositionsExplorer(Explorer):
     """The explorer of positions. Items are prompt tokens."""
 
     _esm = module("positions")
-    title = "Positions"
-    asks = "What is the position of an image token?"
-    terms = (
-        "A prompt is a list of tokens, which are pieces of text or of an image. Each has three positions: t (time), "
-        "h (height) and w (width)."
-    )
-    action = 'Press "token by token" to read the prompt step by step. Then point at a cell of the image.'
-    takeaway = "Text advances t, h and w together; an image keeps one t and spreads over h and w."
 
     def __init__(self, processors: Mapping[str, Any], image, clip, *, second_per_grid: float, side: int):
         self.processors, self.image = processors, load_image(image)

@@ -54,17 +54,6 @@ class PositionRulesExplorer(Explorer):
     """The explorer of position rules. Items are the tokens of the overview, the slices and the frames."""
 
     _esm = module("rules")
-    title = "Four position rules"
-    asks = "Where does each model place the slices of an image?"
-    terms = (
-        "A large image is cut into slices, and a small overview is added. Each of their tokens has a position in "
-        "height (h) and width (w)."
-    )
-    action = "Point at a part of the image and find it in all four maps. Then change the number of slices."
-    takeaway = (
-        "Only MiniCPM-V 4.7 places each slice where it belongs in the image; the other rules line the slices up "
-        "one after another."
-    )
 
     def __init__(self, image, clip):
         self.image = ImageOps.fit(load_image(image), SIZE)

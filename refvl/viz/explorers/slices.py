@@ -33,14 +33,6 @@ class SlicesExplorer(Explorer):
     """
 
     _esm = module("slices")
-    title = "Slices and crops"
-    asks = "How do two families cut the same photo?"
-    terms = (
-        "A photo too large for the image encoder is cut into parts, called slices or crops. A small overview of the "
-        "whole is added."
-    )
-    action = "Change the shape of the photo. Then choose one of the queries below to see what it reads in every slice."
-    takeaway = "MiniCPM-V fits its slices to the photo, Step3-VL cuts squares, and each cut has its own cost in tokens."
 
     def __init__(self, image, slices: SliceConfig, crops: CropConfig, model: VLM | None, question: str):
         self.image, self.slices, self.crops = load_image(image), slices, crops

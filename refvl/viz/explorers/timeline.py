@@ -21,13 +21,6 @@ class TimelineExplorer(Explorer):
     """The explorer of timelines. Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`."""
 
     _esm = module("timeline")
-    title = "Frames and timestamps"
-    asks = "Which frames of a video does the model see?"
-    terms = "GLM reads a video as pairs of frames. Its releases choose the frames by three different rules."
-    action = 'Press "make it longer" and compare the frames that each rule keeps from the longer video.'
-    takeaway = (
-        "Each rule keeps different frames of the same video, and the prompt states one timestamp per pair of frames."
-    )
 
     def __init__(self, duration: float, fps: float, variant: str):
         durations, rates = sorted({*SECONDS, duration}), sorted({*RATES, fps})

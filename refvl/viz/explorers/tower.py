@@ -27,14 +27,6 @@ class TowerExplorer(WatchedExplorer):
     """
 
     _esm = module("tower")
-    title = "One patch through the tower"
-    asks = "What becomes of a patch on its way through the tower?"
-    terms = (
-        "The tower is the image encoder. Its blocks update the state of every patch, which is a vector. In the end, "
-        "four patches are merged into one token."
-    )
-    action = "Drag across the blocks: the orange line rises above the gray one. Then choose a different patch."
-    takeaway = "A patch starts as pixels, its state changes in every block, and it ends as a quarter of its token."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)

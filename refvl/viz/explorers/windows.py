@@ -9,17 +9,11 @@ from refvl.checks import Grid
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.positions import get_window_index, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.explorers.base import Control, Explorer, module, photo, words
 from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
 WHOLE = 2**20  # px; large enough to hold any image in one window
-RESIZING = (
-    "Patches and tokens", "How many tokens does an image cost?",
-    "A patch is a square of pixels; four patches merge into one token. The budget limits the number of tokens.",
-    "Give the image more tokens. Then choose a patch.",
-    "The budget determines the size of the image, and the size determines the number of tokens.",
-)  # fmt: skip
 HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, and columns rotate 20
 
 
@@ -30,17 +24,6 @@ class WindowsExplorer(Explorer):
     """
 
     _esm = module("windows")
-    title = "Patches and windows"
-    asks = "Which patches may attend to each other inside an image?"
-    terms = (
-        "A patch is a square of pixels; four patches merge into one token. A window is a larger square that contains "
-        "several tokens."
-    )
-    action = "Make the window larger until one holds the whole image. Then choose a patch."
-    takeaway = (
-        "A window is a square of the image: tokens are sorted so that each window is contiguous, and cu_seqlens marks "
-        "where attention stops."
-    )
 
     def __init__(
         self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]
@@ -48,7 +31,7 @@ class WindowsExplorer(Explorer):
         self.images = {name: load_image(image) for name, image in images.items()}
         self.config, self.windowed = config, bool(window_sizes)
         if not self.windowed:
-            self.title, self.asks, self.terms, self.action, self.takeaway = RESIZING
+            self.__dict__.update(words("resize"))
         found = {
             (name, budget, size): row | {"photo": number}
             for number, (name, image) in enumerate(self.images.items())

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from refvl.families import load_processor, read_config
 from refvl.paths import DATA, check_clone
 from refvl.pixels.media import load_image
-from refvl.viz.style import THEMES
+from refvl.viz.style import filled, variables
 
 FOLDER = Path(__file__).parent
 SIDE = 84  # px of a painted scene
@@ -46,17 +46,16 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
     data = settings(folder) | {"meta": meta, "index": index, "links": dict(links or {})}
-    parts = {
-        "style": style(),
-        "family": html.escape(LIVE[checkpoint]),
-        "numbers": f"{count_numbers(meta) / 1e6:.2f} million",
-        "model": source("worker"),
-        "app": source("app"),
-        "data": as_json(data),
-        "weights": base64.b64encode(zlib.compress(weights, 9)).decode(),
-    }
-    text = (FOLDER / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], text)
+    return filled(
+        FOLDER / "page.html",
+        style=style(),
+        family=html.escape(LIVE[checkpoint]),
+        numbers=f"{count_numbers(meta) / 1e6:.2f} million",
+        model=source("worker"),
+        app=source("app"),
+        data=as_json(data),
+        weights=base64.b64encode(zlib.compress(weights, 9)).decode(),
+    )
 
 
 def check_checkpoint(checkpoint: str) -> str:
@@ -84,9 +83,7 @@ def source(name: str) -> str:
 
 def style() -> str:
     """Return the palette of figures and explorers as variables, followed by the style sheet."""
-    light, dark = (";".join(f"--{axis}:{colors[axis]}" for axis in "thw") for colors in THEMES.values())
-    sheet = (FOLDER / "style.css").read_text(encoding="utf-8")
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
+    return variables(*"thw") + (FOLDER / "style.css").read_text(encoding="utf-8")
 
 
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
