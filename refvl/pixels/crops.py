@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.checks import as_integer_rows
-from refvl.pixels.settings import check_preprocessing, known_fields
+from refvl.pixels.patches import check_preprocessing, known_fields
 
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
 MIN_SIDE, THIN_RATIO = 32, 4

@@ -19,8 +19,9 @@ slightly.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -29,8 +30,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid
-from refvl.pixels import settings
+from refvl.checks import Grid, blame, check_positive_int, read_json
 from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
@@ -67,7 +67,7 @@ class PatchConfig:
     max_frames: int = 768
 
     def __post_init__(self):
-        settings.check_preprocessing(self)
+        check_preprocessing(self)
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
 
@@ -76,8 +76,42 @@ class PatchConfig:
         """Return the config for a video: the defaults for videos, with `changes`."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
-    from_dict = classmethod(settings.from_dict)
-    from_folder = classmethod(settings.from_folder)
+    @classmethod
+    def from_dict(cls, values: dict, kind: str = "image") -> Self:
+        """Read the contents of a preprocessor file; unknown keys are ignored, missing keys get the defaults of `kind`.
+
+        The pixel budget may be given as `min_pixels` and `max_pixels`, at the top level or inside `size`. It may also
+        be given as the areas that `size` calls `shortest_edge` and `longest_edge`. Raises ValueError for settings that
+        are not supported.
+        """
+        for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
+            if values.get(name, wanted) not in (wanted, None):
+                raise ValueError(f"{name}: expected {wanted!r}, the only supported value, got {values[name]!r}")
+        size, known = values.get("size") or {}, known_fields(cls, values)
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
+            known |= {name: found[0]} if found else {}
+        return cls.for_video(**known) if kind == "video" else cls(**known)
+
+    @classmethod
+    def from_folder(cls, folder, kind: str = "image") -> Self:
+        """Read the settings in a checkpoint folder; kind is "image" or "video".
+
+        As in transformers, the first source that exists is used: the section `image_processor` or `video_processor` of
+        processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json. Raises
+        FileNotFoundError if none exists, and ValueError if one cannot be read.
+        """
+        names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
+        if kind == "image":
+            del names[1]
+        for path in (Path(folder) / name for name in names):
+            values = read_json(path) if path.is_file() else None
+            if values is not None and path.name == "processor_config.json":
+                values = values.get(f"{kind}_processor")
+            if values is not None:
+                with blame(path):
+                    return cls.from_dict(values, kind)
+        raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for {', '.join(names)})")
 
     @property
     def factor(self) -> int:
@@ -112,6 +146,22 @@ class PatchConfig:
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
         share = clip_budget * self.temporal_patch_size // num_frames
         return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+
+
+def check_preprocessing(config) -> None:
+    """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            check_positive_int(value, field.name)
+        elif field.name in ("image_mean", "image_std") and len(value) != 3:
+            raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
+
+
+def known_fields(config_class, values: dict) -> dict:
+    """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples."""
+    known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from refvl.checks import blame, check_shape, read_json
 from refvl.pixels.by_hand import denormalize
-from refvl.pixels.patches import Levels, level_table
-from refvl.pixels.settings import check_preprocessing, known_fields
+from refvl.pixels.patches import Levels, check_preprocessing, known_fields, level_table
 
 Size = tuple[int, int]
 NO_TIME = -1  # the temporal id of an image's slice

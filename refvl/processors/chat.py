@@ -2,11 +2,16 @@
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
-Only the chat template writes special tokens. A caller's strings are text: if they contain special tokens,
-`refvl.processors.special_tokens` tokenises them as plain text.
+Only the chat template writes special tokens. A caller's strings are text: `<|im_end|>` in a question does not end a
+turn, and `<|image_pad|>` is not an image. `render` inserts a flag, a character that occurs nowhere else, wherever a
+special token could begin in the caller's strings. `encode` removes the flags and tokenises the special tokens that
+begin there as plain text. A prompt without special tokens needs no flags and is tokenised unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,15 +20,15 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from refvl.merge import FramewiseMedia, MediaTokens
-from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, Patches, levels_of_frames, levels_of_image, plan_grid
-from refvl.processors.messages import as_messages, media_of, texts_of
-from refvl.processors.planning import PlansMedia
-from refvl.processors.special_tokens import SpecialTokensAsText
+from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image, load_video
+from refvl.pixels.patches import Levels, PatchConfig, Patches, levels_of_frames, levels_of_image, plan_grid
+from refvl.processors.messages import as_messages, map_texts, media_of, texts_of
 from refvl.processors.tokenizers import load_tokenizer
 
+PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an assigned meaning
 
-class ChatProcessor(PlansMedia, SpecialTokensAsText):
+
+class ChatProcessor:
     """The path from a user's words to the models' tensors.
 
     A subclass adds its family's rule for sampling videos, and its layout if that is not a grid of patches.
@@ -33,7 +38,9 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     limits: MediaLimits = LIMITS  # limits on decoding; `processor.limits = MediaLimits(...)` changes them
     image_config: Any  # the settings for preparing an image
     video_config: Any  # the settings for preparing a video; None if the model accepts no video
+    video_options: ClassVar[Collection[str]] = ()  # the sampling options of a message, besides num_frames alone
     no_video: ClassVar[str]  # the error for a video if the model accepts none
+    clip_sampling: Any = ""  # a description of the video sampling; empty if `video_config` contains all of it
     tokens_at_once: int = 1  # a number that divides every token count of the encoder
     assumed: bool = False  # True if the pixel limits are the defaults of the class because no file sets them
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
@@ -62,6 +69,13 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
         return cls(config, load_tokenizer(folder), *configs)
 
+    @property
+    def largest_picture(self) -> int:
+        """The number of tokens of the largest image that the limits allow."""
+        return self.image_config.max_image_tokens
+
+    # --- media: pixels -> patch rows, their layout, and the extents that the language model sees
+
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """Decode the media of checked messages in order of appearance (videos are sampled while decoding)."""
         return [
@@ -70,60 +84,61 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         ]
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video, sampled by a message's `options` or else by the checkpoint's rule.
+        """Load a video: a file is sampled by `frame_indices`; frames in memory are treated as already sampled.
 
-        Raise ValueError if unsupported.
+        options: a message's sampling options, which override the checkpoint's. Raises ValueError for an option that the
+        family does not have, and if the model accepts no videos.
         """
-        raise ValueError(self.no_video)
+        if self.video_config is None:
+            raise ValueError(self.no_video)
+        if not isinstance(source, (str, Path)):
+            return load_video(source, **options, limits=self.limits)
+        if not options.keys() <= set(self.video_options) and options.keys() != {"num_frames"}:
+            allowed = f"{', '.join(self.video_options)}, or num_frames alone"
+            raise ValueError(f"prompt: expected {allowed}, for a video, got {sorted(options)}")
+        return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
 
-    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Return the indices of the frames to read from a file of `total` frames; raise ValueError if unsupported."""
+    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
+        """Return the indices of the frames to read from a file of `total` frames."""
         raise ValueError(self.no_video)
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize each media item and cut it into patch rows. Raises ValueError naming the item."""
-        return self._each(media, self._patchify_image, self._patchify_video)
-
-    def _each(self, media: Sequence, of_image: Callable, of_video: Callable) -> list:
-        """Return one result per media item; a ValueError begins with the item's file or number."""
-        results = []
+        patches = []
         for number, medium in enumerate(media, 1):
-            try:
-                if isinstance(medium, Video):
-                    self._check_takes_videos()
-                    results.append(of_video(medium))
-                else:
-                    results.append(of_image(medium))
-            except ValueError as error:
-                source = medium.source if isinstance(medium, Video) else medium.info.get("source")
-                raise ValueError(f"{source or f'item {number}'}: {error}") from error
-        return results
+            with naming(medium, number):
+                layout = self.layout_of(medium)
+                patches.append(Patches(medium, self.rows_of(medium), layout, self.extents_of(medium, layout)))
+        return patches
 
-    def _check_takes_videos(self) -> None:
-        if self.video_config is None:
-            raise ValueError(self.no_video)
+    def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
+        """Return the `media_tokens` that `patchify` would report for each item, without processing pixels."""
+        extents = []
+        for number, medium in enumerate(media, 1):
+            with naming(medium, number):
+                extents.append(self.extents_of(medium, self.layout_of(medium)))
+        return extents
 
-    def _patchify_image(self, image: Image.Image) -> Patches:
-        rows, grid = levels_of_image(image, self.image_config)
-        return Patches(image, rows, grid, self.media_tokens("image", grid))
+    def layout_of(self, medium: Image.Image | Video) -> Any:
+        """Return the layout of a decoded item, from its size: for this class, the grid (t, h, w) in patches."""
+        if isinstance(medium, Video):
+            _, height, width, _ = medium.frames.shape
+            return plan_grid(height, width, self.video_config, len(self.frames_read(medium)))
+        return plan_grid(medium.height, medium.width, self.image_config)
 
-    def _patchify_video(self, video: Video) -> Patches:
-        rows, grid = levels_of_frames(video.frames[self._frames_read(video)], self.video_config)
-        return Patches(video, rows, grid, self._video_extents(video, grid))
+    def rows_of(self, medium: Image.Image | Video) -> Levels | Tensor:
+        """Return the patch rows of a decoded item, not yet normalised, as `layout_of` arranges them."""
+        if isinstance(medium, Video):
+            return levels_of_frames(medium.frames[self.frames_read(medium)], self.video_config)[0]
+        return levels_of_image(medium, self.image_config)[0]
 
-    def _frames_read(self, video: Video) -> Any:
+    def frames_read(self, video: Video) -> Any:
         """Return the indices of a sampled video's frames that become patch rows: all of them."""
         return range(len(video.frames))
 
-    def _video_extents(self, video: Video, layout: Any) -> MediaTokens:
-        return self.media_tokens("video", layout)
-
-    def _image_layout(self, image: Image.Image) -> Any:
-        return plan_grid(image.height, image.width, self.image_config)
-
-    def _video_layout(self, video: Video) -> Any:
-        _, height, width, _ = video.frames.shape
-        return plan_grid(height, width, self.video_config, len(self._frames_read(video)))
+    def extents_of(self, medium: Image.Image | Video, layout: Any) -> MediaTokens:
+        """Return the extents of a decoded item, with all that its prompt and its positions need to know."""
+        return self.media_tokens("video" if isinstance(medium, Video) else "image", layout)
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """Return the extents that the language model sees for an item of this layout; text separates a video's frames.
@@ -133,6 +148,25 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         t, h, w = layout
         thw = (t, h // self.merge_size, w // self.merge_size)
         return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
+
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
+        """Yield (layout, patch rows) for consecutive parts of an item, one by one; their encodings can be concatenated.
+
+        A part of a video has at most max_tokens tokens, or consists of a single grid step. An image is one part.
+        """
+        layout = self.layout_of(medium)
+        if not isinstance(medium, Video):
+            yield layout, self.rows_of(medium)
+            return
+        frames, config = list(self.frames_read(medium)), self.video_config
+        _, h, w = self.media_tokens("video", layout).thw
+        at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
+        for start in range(0, len(frames), at_once):
+            part = medium.frames[frames[start : start + at_once]]
+            rows, grid = levels_of_frames(part, config, len(frames))
+            yield grid, rows
+
+    # --- text: messages -> ids, in which placeholders stand for the media
 
     def expand(self, token: int, medium: Any) -> list[int]:
         """Return the prompt's token ids for an item whose placeholder is `token`."""
@@ -166,13 +200,46 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
             return self.apply_template(messages), ""
-        return self.render_flagged(messages, written)
+        flag = next(character for character in PRIVATE_USE if character not in written)
+        firsts = {token[0] for token in self.reserved_texts}
+        flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
+        return self.apply_template(flagged), flag
 
     def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; a special token that begins at a flag is tokenised as plain text."""
-        if flag:
-            return self.encode_flagged(text, flag, add_special_tokens)
-        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if not flag:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        pieces = text.split(flag)
+        flagged = set(accumulate(map(len, pieces[:-1])))  # offsets of the flags in the text without flags
+        text = "".join(pieces)
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        ids: list[int] = []
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            is_text = token in self.reserved_ids and not flagged.isdisjoint(range(start, end))
+            ids += self.spell(text[start:end]) if is_text else [token]
+        return ids
+
+    def spell(self, token: str) -> list[int]:
+        """Return the ids of a special token's characters, as if there were no special tokens.
+
+        This equals `split_special_tokens=True`, but that setting is part of the tokenizer, so it would affect other
+        threads.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]
+        return [piece.id for word, _ in words for piece in backend.model.tokenize(word)]
+
+    @cached_property
+    def reserved_ids(self) -> set[int]:
+        """The ids that only the template and the processor may write: placeholders and all special tokens."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return special | {*self.tokenizer.all_special_ids, *self.token_ids.values()}
+
+    @cached_property
+    def reserved_texts(self) -> list[str]:
+        """The strings that count as plain text if a caller writes them."""
+        added = self.tokenizer.added_tokens_decoder
+        return [added[i].content for i in self.reserved_ids if i in added]
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
         """Return the text that the chat template produces for the messages.
@@ -187,6 +254,16 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
     def text(self, token_ids) -> str:
         """Decode token ids into text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@contextmanager
+def naming(medium: Image.Image | Video, number: int) -> Iterator[None]:
+    """Let a ValueError in the `with` block begin with the item's file, or its number if there is none."""
+    try:
+        yield
+    except ValueError as error:
+        source = medium.source if isinstance(medium, Video) else medium.info.get("source")
+        raise ValueError(f"{source or f'item {number}'}: {error}") from error
 
 
 def expand_placeholders(

@@ -24,17 +24,18 @@ it, so the model sees no difference, and prompts made by either are accepted (`p
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MediaTokens
-from refvl.pixels.media import Video, load_video
+from refvl.pixels.media import Video, sample_frame_indices
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
 from refvl.positions.timestamps import distinct_and_even, sample_video_frames
 from refvl.processors.chat import ChatProcessor
@@ -48,7 +49,7 @@ class Glm4vProcessor(ChatProcessor):
     rule = "{0.fps:g} frames per second up to {0.max_duration:g} s, spread evenly beyond"  # see `clip_sampling`
     timestamp_format = "{}"
     frame_kind = "video"  # frames are filled with the token for this kind
-    options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
+    video_options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
 
     @property
     def clip_sampling(self) -> str:
@@ -60,29 +61,20 @@ class Glm4vProcessor(ChatProcessor):
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
-    def load_video(self, source, options: dict) -> Video:
-        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory are treated as already sampled.
-
-        Raises ValueError for options that the variant's rule does not accept.
-        """
-        if not isinstance(source, (str, Path)) or "num_frames" in options:
-            return load_video(source, **options, limits=self.limits)
-        if unknown := sorted(options.keys() - self.options.keys()):
-            raise ValueError(f"prompt: expected only {sorted(self.options)} for a video, but also got {unknown}")
-        settings = {self.options[name]: value for name, value in options.items()}
-        return load_video(source, sample=partial(self.frame_indices, **settings), limits=self.limits)
-
-    def frame_indices(self, total: int, source_fps: float, **settings) -> Sequence[int]:
-        """Return increasing indices by the variant's rule (see its sampler for `settings`); each frame is read once."""
+    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
+        """Return increasing indices by the variant's rule, or `num_frames` evenly; each frame is read once."""
+        if "num_frames" in options:
+            return sample_frame_indices(total, **options)
         config = self.video_config
-        own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
+        settings = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
+        settings |= {self.video_options[name]: value for name, value in options.items()}
         chosen = sample_video_frames(
             self.variant, fps=source_fps, total_num_frames=total, duration=total / source_fps,
-            temporal_patch_size=config.temporal_patch_size, **(own | settings),
+            temporal_patch_size=config.temporal_patch_size, **settings,
         )  # fmt: skip
         return list(dict.fromkeys(chosen.indices))
 
-    def _frames_read(self, video: Video) -> list[int]:
+    def frames_read(self, video: Video) -> list[int]:
         """Return the indices of the frames that become patch rows: each once, but the last twice if the number is odd.
 
         The timestamps of the prompt come from the same indices, so there is one timestamp for every two frames.
@@ -90,11 +82,14 @@ class Glm4vProcessor(ChatProcessor):
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
-    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        timestamps = video.timestamps  # these times are exact even if the rate varies
-        seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
-        thw = self.media_tokens("video", layout).thw
-        return FramewiseMedia("video", thw, timestamps=seconds)
+    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+        """Return the extents of an item; those of a video contain the timestamp of each frame, in whole seconds."""
+        extents = super().extents_of(medium, layout)
+        if not isinstance(medium, Video):
+            return extents
+        timestamps = medium.timestamps  # these times are exact even if the rate varies
+        seconds = tuple(int(timestamps[place]) for place in self.frames_read(medium)[::2])
+        return replace(extents, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""
@@ -129,7 +124,7 @@ class Glm46VProcessor(Glm4vProcessor):
     rule = "6, 2 or 1 frames per second, fewer for longer videos, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
-    options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
+    video_options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
 
 
 class GlmgaProcessor(Glm46VProcessor):
@@ -138,7 +133,7 @@ class GlmgaProcessor(Glm46VProcessor):
     patch_config = GlmgaPatchConfig
     variant = "glmga"
     rule = "{0.fps:g} frames per second, {0.max_frames} at most"
-    options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
+    video_options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
 
 
 def class_named_in(folder: Path) -> type[Glm4vProcessor] | None:

@@ -5,7 +5,7 @@ prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from refvl.pixels.media import Video
 
-MAX_CHARACTERS = 2**21  # a limit for a request: longer than any context, and tokenised within seconds
-SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # keys of a video part in addition to its source
-KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
+SAMPLING = {"fps", "num_frames", "min_frames", "max_frames"}  # keys of a video part in addition to its source
+KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url"}}
 
 
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
@@ -27,22 +26,21 @@ def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Ite
     """
     media = [*_media_parts("image", images), *_media_parts("video", videos)]
     if isinstance(prompt, str):
-        text = {"type": "text", "text": _check_text(prompt, "prompt")}
-        return [{"role": "user", "content": [*media, text]}]
+        return [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
     if not isinstance(prompt, (list, tuple)):
-        raise TypeError(f"prompt: expected a string or a non-empty list of messages, got {type(prompt).__name__}")
-    if not prompt:
-        raise ValueError("prompt: expected a string or a non-empty list of messages, got an empty one")
-    if media:
-        raise ValueError("prompt: a list of messages contains its own media; pass no images or videos with it")
-    return _check_messages(prompt)
+        raise TypeError(f"prompt: expected a string or a list of messages, got {type(prompt).__name__}")
+    if media or not prompt:
+        raise ValueError("prompt: expected messages that contain their own media, and no images or videos with them")
+    for i, message in enumerate(prompt):
+        _check_message(message, f"prompt[{i}]")
+    return list(prompt)
 
 
 def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
     """Return (kind, source, sampling options) of every item in checked messages, in order of appearance."""
     parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [
-        (kind, part.get(kind, part.get("path", part.get("url"))), {key: part[key] for key in SAMPLING if key in part})
+        (kind, part.get(kind, part.get("path", part.get("url"))), {key: part[key] for key in part if key in SAMPLING})
         for part in parts
         if (kind := part["type"]) != "text"
     ]
@@ -51,76 +49,48 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 def texts_of(messages: Sequence[dict]) -> list[str]:
     """Return every string in checked messages that the caller wrote, including roles, in order."""
     texts = list[str]()
-    for message in messages:
-        content = message["content"]
-        texts.append(message["role"])
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            texts += [part["text"] for part in content if part["type"] == "text"]
+    map_texts(messages, texts.append)
     return texts
+
+
+def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
+    """Copy checked messages with `change` applied to every string that the caller wrote, including roles."""
+
+    def changed(content):
+        if isinstance(content, str):
+            return change(content)
+        return [part | {"text": change(part["text"])} if part["type"] == "text" else part for part in content]
+
+    return [{"role": change(message["role"]), "content": changed(message["content"])} for message in messages]
 
 
 def _media_parts(kind: str, media: Iterable) -> list[dict]:
     """Return message parts for media; a single path, image or video becomes a list; a bare array raises an error."""
-    name = f"{kind}s"
     if isinstance(media, (str, Path, Image.Image, Video)):
         media = [media]
-    if isinstance(media, (np.ndarray, Tensor)):
-        raise TypeError(f"{name}: expected a list of media, got one {type(media).__name__}; put it into a list")
-    if not isinstance(media, Iterable) or isinstance(media, (Mapping, bytes)):
-        raise TypeError(f"{name}: expected a list of media, got {type(media).__name__}")
+    if isinstance(media, (np.ndarray, Tensor)) or not isinstance(media, Iterable):
+        raise TypeError(f"{kind}s: expected a list of media, got one {type(media).__name__}; put it into a list")
     return [{"type": kind, kind: item} for item in media]
 
 
-def _check_messages(messages: Sequence) -> list[dict]:
-    for i, message in enumerate(messages):
-        _check_message(message, f"prompt[{i}]")
-    if (length := sum(map(len, texts_of(messages)))) > MAX_CHARACTERS:
-        raise ValueError(f"prompt: expected at most {MAX_CHARACTERS:,} characters in all messages, got {length:,}")
-    return list(messages)
-
-
 def _check_message(message, name: str) -> None:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{name}: expected a dict with 'role' and 'content', got {message!r}")
-    if unknown := sorted(map(str, message.keys() - {"role", "content"})):
-        raise ValueError(f"{name}: expected only 'role' and 'content', but also got {unknown}")
-    if not isinstance(message["role"], str):
-        raise TypeError(f"{name}.role: expected a string such as 'user', got {message['role']!r}")
-    _check_text(message["role"], f"{name}.role")
+    if not isinstance(message, dict) or message.keys() != {"role", "content"} or not isinstance(message["role"], str):
+        raise ValueError(f"{name}: expected a dict with only 'role', a string, and 'content', got {message!r}")
     content = message["content"]
     if isinstance(content, str):
-        _check_text(content, f"{name}.content")
-    elif isinstance(content, (list, tuple)):
-        for j, part in enumerate(content):
-            _check_part(part, f"{name}.content[{j}]")
-    else:
+        return
+    if not isinstance(content, (list, tuple)):
         raise TypeError(f"{name}.content: expected a string or a list of parts, got {content!r}")
+    for j, part in enumerate(content):
+        _check_part(part, f"{name}.content[{j}]")
 
 
 def _check_part(part, name: str) -> None:
-    if not isinstance(part, dict):
-        raise TypeError(f"{name}: expected a dict such as {{'type': 'text', 'text': 'Hi'}}, got {part!r}")
-    kind = part.get("type")
+    kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in KEYS:
-        raise ValueError(f"{name}: expected type 'text', 'image' or 'video', got {kind!r}")
-    sources = KEYS[kind] - set(SAMPLING)
-    if len(given := part.keys() & sources) != 1:
-        raise ValueError(f"{name}: expected one {kind} key from {sorted(sources)}, got {sorted(given) or 'none'}")
-    if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
-        raise ValueError(f"{name}: expected only the keys {sorted(KEYS[kind])} in {kind} parts, but also got {unknown}")
-    if kind == "text":
-        _check_text(part["text"], f"{name}.text")
-
-
-def _check_text(text, name: str) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a string, got {text!r}")
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: expected text that UTF-8 can encode, got {text[error.start]!r}") from error
-    return text
+        raise ValueError(f"{name}: expected a dict of type 'text', 'image' or 'video', got {part!r}")
+    sources, given = KEYS[kind], part.keys() - {"type"} - (SAMPLING if kind == "video" else set())
+    if len(given) != 1 or not given <= sources:
+        raise ValueError(f"{name}: expected one {kind} key from {sorted(sources)}, got {sorted(map(str, given))}")
+    if kind == "text" and not isinstance(part["text"], str):
+        raise TypeError(f"{name}.text: expected a string, got {part['text']!r}")

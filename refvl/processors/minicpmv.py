@@ -10,13 +10,13 @@ Each ... stands for `query_num` unknown tokens, which embeddings replace. Each p
 as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates come from
 the tokenizer; version 2.0 has none, so its prompts contain <用户> and <AI>.
 
-minicpmv_video.py        how videos are sampled and packed, from version 2.6 on
-minicpmv_vocabulary.py   the special tokens, and the slicing settings in a checkpoint's files
+The special tokens have fixed texts unless preprocessor_config.json sets different ones; the tokenizer determines their
+ids. `refvl.processors.minicpmv_video` samples and packs videos, from version 2.6 on.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
@@ -27,14 +27,23 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from refvl.checks import read_json
 from refvl.merge import MediaTokens
-from refvl.pixels.patches import Patches
+from refvl.pixels.media import Video
+from refvl.pixels.patches import Levels
 from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_slices, plan_slices
 from refvl.processors.chat import ChatProcessor
 from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideos
-from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
 from refvl.processors.tokenizers import load_tokenizer
 
+MARKS = {
+    "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
+    "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
+}  # fmt: skip
+TEXT_ID = -2  # the id that represents unknown tokens in the text
+# tokens that end an answer; the vocabulary determines which of them exist
+TERMINATORS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
+SLICING = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # replaced when the tokens are written
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
 NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id (see `placeholders`)
@@ -79,7 +88,9 @@ class MiniCPMVProcessor(ChatProcessor):
         self.slice_text = m["slice_start"] + unknown + m["slice_end"]
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         self.stop_token_ids = [vocabulary[token] for token in TERMINATORS if token in vocabulary]
-        self.mark_ids = ids_of_marks(vocabulary, m, self.image_config.use_image_id) if vocabulary else {}
+        if vocabulary and (missing := vocabulary_lacks(vocabulary, m, self.image_config.use_image_id)):
+            raise ValueError(f"tokenizer: has no special tokens {missing}, which MiniCPM-V's prompts need")
+        self.mark_ids = {name: vocabulary.get(mark, TEXT_ID) for name, mark in m.items()} if vocabulary else {}
         self.token_ids = {"image": self.mark_ids.get("unk", NO_VIDEO_ID), "video": NO_VIDEO_ID}
 
     @classmethod
@@ -91,25 +102,29 @@ class MiniCPMVProcessor(ChatProcessor):
         tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         image_config = SliceConfig.from_folder(folder, slicing_of(config, cls.numbers_images))
         video_config = cls.frames and cls.frames.changed_by(folder)
-        return cls(config, tokenizer, image_config, video_config, marks_in(folder))
+        file = folder / "preprocessor_config.json"  # version 2.0 has no such file
+        values = read_json(file) if file.is_file() else {}
+        marks = {name: values[name] for name in MARKS if name in values}
+        return cls(config, tokenizer, image_config, video_config, marks)
 
     @property
     def largest_picture(self) -> int:
         """The number of tokens of the largest image, for its overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
-    def _patchify_image(self, image: Image.Image) -> Patches:
-        plan = plan_slices(*image.size, self.image_config)
-        rows = levels_of_slices([image], self.image_config)
-        merged = SlicedMedia("image", (len(plan.layout), 1, self.query_num), grid=plan.grid)
-        return Patches(image, rows, plan.layout, merged)
+    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+        """Return the overview and the slices of an image, each as a separate group."""
+        return plan_slices(*medium.size, self.image_config).layout
 
-    def _image_extents(self, image: Image.Image) -> SlicedMedia:
-        plan = plan_slices(*image.size, self.image_config)
-        return SlicedMedia("image", (len(plan.layout), 1, self.query_num), grid=plan.grid)
+    def rows_of(self, medium: Image.Image | Video) -> Levels:
+        """Return the patch rows of the overview and the slices of an image."""
+        return levels_of_slices([medium], self.image_config)
 
-    def _image_layout(self, image: Image.Image) -> SliceLayout:
-        return plan_slices(*image.size, self.image_config).layout
+    def extents_of(self, medium: Image.Image | Video, layout: SliceLayout) -> SlicedMedia:
+        """Return the extents of an item; those of an image contain the grid of its slices."""
+        if isinstance(medium, Video):
+            return self.media_tokens("video", layout)
+        return replace(self.media_tokens("image", layout), grid=plan_slices(*medium.size, self.image_config).grid)
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """Return the item as sets of query_num tokens; second_per_grid is not used."""
@@ -232,3 +247,19 @@ class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
     """MiniCPM-V 4.5: frames are packed, and each has a temporal id in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)
+
+
+def vocabulary_lacks(vocabulary: dict[str, int], marks: dict[str, str], numbers_images: bool) -> list[str]:
+    """Return the special tokens that are missing; those around a number are needed only if images are numbered."""
+    needed = [mark for name, mark in marks.items() if numbers_images or not name.startswith("im_id")]
+    return [mark for mark in needed if mark not in vocabulary]
+
+
+def slicing_of(config: PretrainedConfig, numbers_images: bool) -> dict[str, Any]:
+    """Return the slicing settings in config.json, at the top level or in `slice_config`.
+
+    numbers_images: whether images are numbered if the file does not set this.
+    """
+    top = {name: getattr(config, name) for name in SLICING if getattr(config, name, None) is not None}
+    nested = getattr(config, "slice_config", None) or {}
+    return {"use_image_id": numbers_images} | top | {name: nested[name] for name in SLICING if name in nested}

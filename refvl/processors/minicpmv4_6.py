@@ -24,9 +24,8 @@ from refvl.merge import MediaTokens
 from refvl.pixels.media import Video
 from refvl.pixels.patches import Levels
 from refvl.pixels.slices import SliceConfig, SliceLayout, SlicePlan, levels_of_slices, plan_slices
-from refvl.processors.chat import Patches
+from refvl.processors.minicpmv import MARKS
 from refvl.processors.minicpmv_video import FrameConfig, TakesVideos
-from refvl.processors.minicpmv_vocabulary import MARKS
 from refvl.processors.tokenizers import load_tokenizer
 
 
@@ -106,42 +105,44 @@ class MiniCPMV4_6Processor(TakesVideos):
         sizes = tuple((h // m, w // m) for group in layout for h, w in group.slices)
         return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
 
-    def _patchify_image(self, image: Image.Image) -> Patches:
-        plan = plan_slices(*image.size, self.image_config)
-        rows = levels_of_slices([image], self.image_config)
-        return Patches(image, rows, plan.layout, self._image_extents(image))
+    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+        """Return the overview and the slices of an image, or of every frame in order."""
+        plan = self.plan_of(medium)
+        return plan.layout * len(medium.frames) if isinstance(medium, Video) else plan.layout
 
-    def _image_extents(self, image: Image.Image) -> FoldedMedia:
-        plan = plan_slices(*image.size, self.image_config)
-        return replace(self.media_tokens("image", plan.layout), grid=plan.grid)
+    def rows_of(self, medium: Image.Image | Video) -> Levels:
+        """Return the patch rows of the overviews and slices."""
+        if isinstance(medium, Video):
+            return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
+        return levels_of_slices([medium], self.image_config)
 
-    def _image_layout(self, image: Image.Image) -> SliceLayout:
-        return plan_slices(*image.size, self.image_config).layout
+    def extents_of(self, medium: Image.Image | Video, layout: SliceLayout) -> FoldedMedia:
+        """Return the extents of an item, with the grid of the slices of an image or of every frame."""
+        kind = "video" if isinstance(medium, Video) else "image"
+        return replace(self.media_tokens(kind, layout), grid=self.plan_of(medium).grid)
 
-    def _patchify_video(self, video: Video) -> Patches:
-        rows = levels_of_slices(map(Image.fromarray, video.frames), self._frame_config())
-        layout = self._video_layout(video)
-        return Patches(video, rows, layout, self._video_extents(video, layout))
+    def plan_of(self, medium: Image.Image | Video) -> SlicePlan:
+        """Return the slices of an image, or of each frame."""
+        if isinstance(medium, Video):
+            _, height, width, _ = medium.frames.shape
+            return plan_slices(width, height, self.frame_config)
+        return plan_slices(*medium.size, self.image_config)
 
-    def _video_extents(self, video: Video, layout: SliceLayout) -> FoldedMedia:
-        return replace(self.media_tokens("video", layout), grid=self._plan_frame(video).grid)
-
-    def _video_layout(self, video: Video) -> SliceLayout:
-        return self._plan_frame(video).layout * len(video.frames)
-
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
-        plan = self._plan_frame(video)
-        at_once = max(1, max_tokens // self.media_tokens("video", plan.layout).num_tokens)
-        for start in range(0, len(video.frames), at_once):
-            part = video.frames[start : start + at_once]
-            yield plan.layout * len(part), levels_of_slices(map(Image.fromarray, part), self._frame_config())
-
-    def _plan_frame(self, video: Video) -> SlicePlan:
-        _, height, width, _ = video.frames.shape
-        return plan_slices(width, height, self._frame_config())
-
-    def _frame_config(self) -> SliceConfig:
+    @property
+    def frame_config(self) -> SliceConfig:
+        """The rule for slicing a frame, with the limits of the video settings."""
         return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
+
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+        """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
+        if not isinstance(medium, Video):
+            yield self.layout_of(medium), self.rows_of(medium)
+            return
+        layout = self.plan_of(medium).layout
+        at_once = max(1, max_tokens // self.media_tokens("video", layout).num_tokens)
+        for start in range(0, len(medium.frames), at_once):
+            part = medium.frames[start : start + at_once]
+            yield layout * len(part), levels_of_slices(map(Image.fromarray, part), self.frame_config)
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:

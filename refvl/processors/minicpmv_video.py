@@ -10,16 +10,15 @@ second; the resampler adds it to the keys.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from PIL import Image
 
-from refvl.checks import check_positive_int, read_json
-from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Levels, Patches
-from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, plan_slices
+from refvl.checks import read_json
+from refvl.pixels.media import Video
+from refvl.pixels.patches import Levels
+from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, count_sets, levels_of_slices, plan_slices
 from refvl.processors.chat import ChatProcessor
 
 TENTHS = 10  # temporal ids count tenths of a second
@@ -47,27 +46,13 @@ class TakesVideos(ChatProcessor):
     video_config: FrameConfig
     query_num: int
 
-    def load_video(self, source, options: dict) -> Video:
-        """Load a video: a file is sampled by the version's rule; frames in memory are treated as already sampled.
+    video_options = ("fps", "max_frames")
 
-        options: fps, max_frames or num_frames, which override the processor's own values. Raises ValueError for any
-        other option.
-        """
-        if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
-            raise ValueError(
-                f"prompt: expected fps and max_frames, or num_frames alone, for a video, got {sorted(options)}"
-            )
-        if not isinstance(source, (str, Path)):
-            return load_video(source, **options, limits=self.limits)
+    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
+        """Sample a file of `total` frames by the version's rule, or `num_frames` evenly."""
         if "num_frames" in options:
-            wanted = check_positive_int(options["num_frames"], "num_frames")
-            return load_video(source, sample=lambda total, _: middle_indices(total, wanted), limits=self.limits)
-        sample = partial(self.sample, config=replace(self.video_config, **options))
-        return load_video(source, sample=sample, limits=self.limits)
-
-    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Sample a file of `total` frames by the version's rule and the processor's own limits."""
-        return self.sample(total, source_fps, self.video_config)
+            return middle_indices(total, options["num_frames"])
+        return self.sample(total, source_fps, replace(self.video_config, **options))
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
@@ -79,25 +64,35 @@ class TakesVideos(ChatProcessor):
         """Return one set of query tokens per frame."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
-    def _patchify_video(self, video: Video) -> Patches:
-        layout = self._video_layout(video)
-        rows = levels_of_slices(map(Image.fromarray, video.frames), replace(self.image_config, max_slice_nums=1))
-        return Patches(video, rows, layout, self.media_tokens("video", layout))
+    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+        """Return the slices of an image, or the groups of a video's frames."""
+        if not isinstance(medium, Video):
+            return super().layout_of(medium)
+        _, height, width, _ = medium.frames.shape
+        return self.group(medium, plan_slices(width, height, self.frame_config).tgt_sizes[0])
 
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
-        layout = self._video_layout(video)
-        frames, at_once = iter(video.frames), max(1, max_tokens // self.query_num)
+    def rows_of(self, medium: Image.Image | Video) -> Levels:
+        """Return the patch rows of an image's overview and slices, or of a video's frames."""
+        if not isinstance(medium, Video):
+            return super().rows_of(medium)
+        return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
+
+    @property
+    def frame_config(self) -> SliceConfig:
+        """The rule for slicing a frame: an overview alone."""
+        return replace(self.image_config, max_slice_nums=1)
+
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+        """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
+        layout = self.layout_of(medium)
+        if not isinstance(medium, Video):
+            yield layout, self.rows_of(medium)
+            return
+        frames, at_once = iter(medium.frames), max(1, max_tokens // self.query_num)
         for start in range(0, len(layout), at_once):
             part = layout[start : start + at_once]
             taken = islice(frames, sum(len(group.slices) for group in part))
-            yield part, levels_of_slices(map(Image.fromarray, taken), replace(self.image_config, max_slice_nums=1))
-
-    def _video_layout(self, video: Video) -> SliceLayout:
-        return self.group(video, self._plan_frame(video).tgt_sizes[0])
-
-    def _plan_frame(self, video: Video) -> SlicePlan:
-        _, height, width, _ = video.frames.shape
-        return plan_slices(width, height, replace(self.image_config, max_slice_nums=1))
+            yield part, levels_of_slices(map(Image.fromarray, taken), self.frame_config)
 
 
 class PacksFrames(TakesVideos):

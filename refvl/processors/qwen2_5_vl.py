@@ -4,32 +4,39 @@ The prompt does not contain the times of a video; they scale the time axis of it
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
 
 from refvl.checks import Grid
 from refvl.merge import MediaTokens
-from refvl.pixels.media import Video, load_video, sample_frame_indices
+from refvl.pixels.media import Video, sample_frame_indices
 from refvl.processors.chat import ChatProcessor
 
 
 class Qwen2_5_VLProcessor(ChatProcessor):
     """Qwen2.5-VL's processor. Layouts are grids (t, h, w) in patches."""
 
-    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Return the indices of frames sampled at the checkpoint's rate and within its limits."""
-        config = self.video_config
+    video_options = ("fps", "min_frames", "max_frames")
+
+    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
+        """Return the indices of frames sampled at the checkpoint's rate and within its limits, unless options say."""
+        names = ("min_frames", "max_frames") if "num_frames" in options else self.video_options
         return sample_frame_indices(
-            total, source_fps, fps=config.fps, min_frames=config.min_frames, max_frames=config.max_frames
+            total, source_fps, **({name: getattr(self.video_config, name) for name in names} | options)
         )
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video with the checkpoint's rate and limits, unless the message sets them."""
-        config = self.video_config
-        rate = {} if "num_frames" in options else {"fps": config.fps}
-        limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
-        return load_video(source, **(rate | limits | options), limits=self.limits)
+        """Load a video; frames in memory count as sampled at the checkpoint's rate, unless the message sets it."""
+        if not isinstance(source, (str, Path)) and "num_frames" not in options:
+            options = {"fps": self.video_config.fps} | options
+        return super().load_video(source, options)
 
-    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        return self.media_tokens("video", layout, self.video_config.temporal_patch_size / video.fps)
+    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+        """Return the extents of an item; the time axis of a video counts the seconds between its grid steps."""
+        if not isinstance(medium, Video):
+            return self.media_tokens("image", layout)
+        return self.media_tokens("video", layout, self.video_config.temporal_patch_size / medium.fps)
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
         """Return an item's extents; only the time axis of a video is scaled."""

@@ -9,18 +9,16 @@ As in transformers 4.57, these special tokens replace those that the chat templa
 """
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
+from PIL import Image
 
 from refvl.checks import Grid, check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MediaTokens
-from refvl.pixels.media import Video, load_video
+from refvl.pixels.media import Video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig
 from refvl.processors.chat import ChatProcessor
-
-RULE = ("fps", "min_frames", "max_frames")
 
 
 class Qwen3VLProcessor(ChatProcessor):
@@ -28,26 +26,23 @@ class Qwen3VLProcessor(ChatProcessor):
 
     patch_config = Qwen3VLPatchConfig
 
-    def load_video(self, source, options: dict) -> Video:
-        """Sample a file evenly with the checkpoint's rate and limits, unless the message sets them.
-
-        options: fps, min_frames, max_frames, or num_frames alone. Frames in memory are treated as already sampled.
-        """
-        if not isinstance(source, (str, Path)):
-            return load_video(source, **options, limits=self.limits)
-        if "num_frames" in options and len(options) > 1:
-            raise ValueError(f"prompt: expected {', '.join(RULE)}, or num_frames alone, for a video, got {[*options]}")
-        return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
+    video_options = ("fps", "min_frames", "max_frames")
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
         """Return `even_indices` with the checkpoint's rate and limits, unless `options` set them."""
-        rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
+        rule = (
+            {name: getattr(self.video_config, name) for name in self.video_options}
+            if "num_frames" not in options
+            else {}
+        )
         return even_indices(total, source_fps, **(rule | options))
 
-    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        seconds = tuple(seconds_of_steps(video.timestamps))
-        thw = self.media_tokens("video", layout).thw
-        return FramewiseMedia("video", thw, timestamps=seconds)
+    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+        """Return the extents of an item; those of a video contain the timestamp of each frame."""
+        extents = super().extents_of(medium, layout)
+        if not isinstance(medium, Video):
+            return extents
+        return replace(extents, timestamps=tuple(seconds_of_steps(medium.timestamps)))
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or a video's frames, each preceded by its timestamp."""

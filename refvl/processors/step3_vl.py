@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 
 from PIL import Image
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from refvl.merge import MediaTokens
 from refvl.pixels.crops import CropConfig, CropLayout, patchify_crops, plan_crops
-from refvl.pixels.patches import Patches
+from refvl.pixels.media import Video
 from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
@@ -73,10 +74,8 @@ class Step3VLProcessor(ChatProcessor):
 
     @cached_property
     def mark_ids(self) -> dict[str, int]:
-        """The ids of the five special tokens. Raises ValueError if the tokenizer lacks any of them."""
+        """The ids of the five special tokens."""
         vocabulary = self.tokenizer.get_vocab()
-        if lacking := [mark for mark in MARKS if mark not in vocabulary]:
-            raise ValueError(f"tokenizer: expected the special tokens of Step3-VL, got none for {lacking}")
         return {mark: vocabulary[mark] for mark in MARKS}
 
     @property
@@ -85,17 +84,16 @@ class Step3VLProcessor(ChatProcessor):
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.media_tokens("image", plan.layout).num_tokens
 
-    def _image_layout(self, image: Image.Image) -> CropLayout:
-        return plan_crops(*image.size, self.image_config).layout
+    def layout_of(self, medium: Image.Image | Video) -> CropLayout:
+        """Return the rows and columns of an image's crops."""
+        return plan_crops(*medium.size, self.image_config).layout
 
-    def _patchify_image(self, image: Image.Image) -> Patches:
-        rows, layout = patchify_crops(image, self.image_config)
-        return Patches(image, rows, layout, self.media_tokens("image", layout))
+    def rows_of(self, medium: Image.Image | Video) -> Tensor:
+        """Return the patch rows of all crops, then of the overview."""
+        return patchify_crops(medium, self.image_config)[0]
 
     def media_tokens(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
-        """Return the squares of an image, in tokens. Raises ValueError for a video."""
-        if kind != "image":
-            raise ValueError(self.no_video)
+        """Return the squares of an image, in tokens."""
         tokens = layout.crops * self.crop_tokens + self.image_tokens
         crop_side = math.isqrt(self.crop_tokens)
         image_side = math.isqrt(self.image_tokens)

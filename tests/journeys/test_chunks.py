@@ -10,8 +10,6 @@ import torch
 from closeness import assert_logits_agree
 from random_models import WITHOUT_VIDEOS, random_model
 
-from refvl.paths import DATA
-from refvl.pixels import media
 from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
 from refvl.serving.long_prompts import MediumRows
 
@@ -163,20 +161,3 @@ def test_a_chunk_is_a_positive_integer():
     for value, error in ((0, ValueError), (-3, ValueError), (2.5, TypeError), ("8", TypeError)):
         with pytest.raises(error, match="prefill_chunk"):
             vlm.chat("What?", images=["nowhere.png"], prefill_chunk=value)
-
-
-def test_the_frames_of_a_long_clip_lie_in_a_file(monkeypatch):
-    """Oracle: the same clip in memory. A full disk is an error that says how much was needed."""
-    clip = DATA / "clips" / "scene.mp4"
-    want = media.load_video(clip).frames
-    assert not isinstance(want, np.memmap)
-    monkeypatch.setattr(media, "FRAMES_IN_MEMORY", 0)
-    frames = media.load_video(clip).frames
-    assert isinstance(frames, np.memmap) and np.array_equal(frames, want)
-
-    def no_room(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(media.os, "posix_fallocate", no_room)
-    with pytest.raises(OSError, match=f"cannot store {want.nbytes:,} bytes of frames in .*No space left"):
-        media.load_video(clip)

@@ -327,7 +327,7 @@ def test_a_tokenizer_without_the_marks_is_named(tmp_path):
     folder = make_minicpmv_checkpoint(tmp_path / "marks", "2.6")
     values = json.loads((folder / "preprocessor_config.json").read_text()) | {"slice_start": "<no such mark>"}
     (folder / "preprocessor_config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="tokenizer: has no special token '<no such mark>'"):
+    with pytest.raises(ValueError, match="tokenizer: has no special tokens .'<no such mark>'"):
         load(folder)
 
 
@@ -416,7 +416,7 @@ def test_the_frame_limits_can_be_changed(models):
 
 def test_a_clip_is_sampled_by_what_its_version_reads(models):
     with pytest.raises(
-        ValueError, match=r"expected fps and max_frames, or num_frames alone, for a video, got \['min_frames'\]"
+        ValueError, match=r"expected fps, max_frames, or num_frames alone, for a video, got \['min_frames'\]"
     ):
         models["4.5"].processor.load_video(CLIP, {"min_frames": 3})
     assert len(models["4.5"].processor.load_video(CLIP, {"num_frames": 5}).frames) == 5

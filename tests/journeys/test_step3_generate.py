@@ -237,14 +237,6 @@ def test_squares_in_another_order_are_refused(vlm, written):
         vlm.generate(**inputs | {"input_ids": ids})
 
 
-def test_a_tokenizer_without_marks_is_named(tmp_path):
-    folder = make_step3_checkpoint(tmp_path)
-    tokenizer = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(tokenizer.replace("<patch_newline>", "<patch_new_line>"))
-    with pytest.raises(ValueError, match=r"special tokens of Step3-VL, got none for \['<patch_newline>'\]"):
-        load(folder).chat("What is it?", images=[SMALL])
-
-
 def test_a_picture_too_large_for_the_context_is_refused(folder):
     vlm = load(folder)
     vlm.language_model.config.max_position_embedding = 40

@@ -380,5 +380,3 @@ def test_configuration_errors(tmp_path, text, message):
 def test_configuration_is_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no image settings"):
         PatchConfig.from_folder(tmp_path)
-    with pytest.raises(ValueError, match="kind: expected"):
-        PatchConfig.from_folder(tmp_path, "audio")
