@@ -106,7 +106,7 @@ class VLM(Pipeline):
 
         return batches.chat_batch(self, requests, **options)
 
-    def answer_each(self, requests: Iterable[dict | Exception], common: dict, **options) -> Iterator[str | Exception]:
+    def answer_each(self, requests: Iterable[dict], common: dict, **options) -> Iterator[str | Exception]:
         """Yield the answers of `chat_batch` one by one as batches finish (`refvl.serving.batches.answer_each`)."""
         from refvl.serving import batches
 

@@ -134,14 +134,15 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     model.family.require("adapters")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: expected a new name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
-    weights = None
+    stored = None
     if isinstance(adapter, (str, Path)):
         folder = _find(adapter, hub)
         with blame(f"adapter: {folder}"):
-            adapter, weights = _read(model, peft.PeftConfig.from_pretrained(folder), load_file(folder / WEIGHTS))
+            adapter, stored = peft.PeftConfig.from_pretrained(folder), load_file(folder / WEIGHTS)
     if not isinstance(adapter, peft.LoraConfig):
         raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
     with blame("adapter"):
+        weights = None if stored is None else _read(model, adapter, stored)
         if model.adapters is None:
             model.adapters = peft.PeftModel(_by_name(model), adapter, name)
         else:
@@ -166,8 +167,8 @@ def _find(adapter: str | Path, hub: dict) -> Path:
     return folder
 
 
-def _read(model, config: Any, stored: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Return PEFT's config and the weights of a saved adapter under this model's names.
+def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a saved adapter under this model's names, and change PEFT's config accordingly.
 
     The weights determine the layers and their ranks, because a config may contain older names, or suffixes that also
     match layers of the tower.
@@ -181,7 +182,7 @@ def _read(model, config: Any, stored: dict[str, Tensor]) -> tuple[Any, dict[str,
     config.rank_pattern = ranks
     config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in (config.alpha_pattern or {}).items()}
     config.inference_mode = True
-    return config, {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
+    return {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
 
 
 # ------------------------------------------------------------------------------------------- names and modules

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from refvl.checks import check_flag, check_positive_int
+from refvl.checks import check_positive_int
 from refvl.pipeline import Request
 from refvl.serving.options import count_option
 from refvl.trace import Record
@@ -34,8 +34,7 @@ def chat_batch(
     requests in a batch times the length of the longest one, including its answer. Consecutive requests are decoded
     together within this limit; a longer request runs alone. return_exceptions: if a request fails, its error takes the
     place of its answer, and the other requests continue; otherwise the first error is raised. progress: whether to show
-    a progress bar, after two seconds. Raises ValueError or TypeError, naming `requests[i]`, if a request has unknown
-    keys.
+    a progress bar, after two seconds. A note on a raised error names `requests[i]`.
 
     Padding and batching change an answer only if the logits of the best two tokens differ by less than the rounding
     error. A batch takes as long as its longest answer, and the next batch begins only when it is done. For many users
@@ -44,7 +43,6 @@ def chat_batch(
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
-    _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
     common["allow_special_tokens"] = allow_special_tokens
     answers = list[str | Exception]()
@@ -59,12 +57,11 @@ def chat_batch(
 
 
 def answer_each(
-    model: Any, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+    model: Any, requests: Iterable[dict], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
 ) -> Iterator[str | Exception]:
     """Yield the answers of `chat_batch` one by one as batches finish.
 
-    requests: request dicts; an exception may replace an unreadable request and is returned as its answer. common:
-    default arguments for requests that do not set them.
+    common: default arguments for requests that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     Request("", pruning_rate=common["pruning_rate"], pruning=common.get("pruning", "evs"))  # it checks both
@@ -83,20 +80,19 @@ def answer_each(
     yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
 
 
-def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Record | Exception, int]:
-    """Return a request's trace (only the fields that `answers` reads) or its error, and its token limit."""
-    if isinstance(request, Exception):
-        return request, 1
+def _prepare(model: Any, request: dict, common: dict) -> tuple[Record | Exception, int]:
+    """Return a request's record (only the fields that `answers` reads) or its error, and its token limit."""
     try:
-        _check_request(request, "request")
+        if not isinstance(request, dict):
+            raise TypeError(f"request: expected a dict of arguments of `chat`, got {type(request).__name__}")
         request = common | request
         limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
-        trace = model.read(Request(**request))
+        read = model.read(Request(**request))
     except Exception as error:  # a decoder may raise errors of any kind, and memory may run out
         clear_frames(error.__traceback__)
         return error, 1
-    ready = Record(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
-    ready.deepstack = trace.deepstack
+    ready = Record(input_ids=read.input_ids, inputs_embeds=read.inputs_embeds, positions=read.positions)
+    ready.deepstack = read.deepstack
     return ready, limit
 
 
@@ -134,20 +130,3 @@ def answers(model: Any, traces: Sequence[Record], *, max_new_tokens: int = 128, 
         return []
     ids = model.decode(list(traces), max_new_tokens, **generate_kwargs).sequences
     return [model.processor.text(answer) for answer in ids.tolist()]
-
-
-def _check_requests(requests: Sequence[dict], *, check_each: bool) -> None:
-    if not isinstance(requests, Sequence) or isinstance(requests, str):
-        raise TypeError(f"requests: expected a sequence of dicts, got {type(requests).__name__}")
-    for i, request in enumerate(requests if check_each else ()):
-        _check_request(request, f"requests[{i}]")
-
-
-def _check_request(request: dict, name: str) -> None:
-    allowed = ("prompt", "images", "videos", "max_new_tokens", "pruning_rate")
-    if not isinstance(request, dict):
-        raise TypeError(f"{name}: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
-    if unknown := [key for key in request if key not in allowed]:
-        raise ValueError(f"{name}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
-    if "prompt" not in request:
-        raise ValueError(f"{name}: expected a prompt, got none")

@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,7 @@ BATCH_PATCHES = 2**14  # at most this many patches are decoded and encoded toget
 ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
 
 
-class Item(NamedTuple):
-    """A decoded image or video, and its header."""
-
-    medium: Image.Image | Video
-    header: dict[str, Any]
+Item = tuple[Image.Image | Video, dict[str, Any]]  # a decoded image or video, and its header
 
 
 def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, progress: bool = True) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, pr
         with tqdm(total=len(todo), desc=f"encode, rank {rank}", unit="item", disable=not progress) as bar:
             for batch in _batches(vlm, todo, failed):
                 for name, embeds in _encode(vlm, batch, failed).items():
-                    write_whole(target_of(out, name), embeds, batch[name].header | {"settings": settings})
+                    write_whole(target_of(out, name), embeds, batch[name][1] | {"settings": settings})
                     encoded.append(name)
                 bar.update(len(batch))
         result: dict[str, Any] = {"encoded": encoded, "skipped": skipped, "failed": failed}
@@ -197,9 +193,9 @@ def _batches(vlm: Any, todo: dict[str, Path], failed: dict[str, str]) -> Iterato
     for name, path in todo.items():
         try:
             item = _decode(vlm, path)
-            patches = vlm.encoder.item_size(item.header["layout"])[0]
+            patches = vlm.encoder.item_size(item[1]["layout"])[0]
         except Exception as error:  # decoders raise errors of all kinds
-            failed[name] = _reason(error)
+            failed[name] = str(error) or type(error).__name__
             continue
         if batch and total + patches > BATCH_PATCHES:
             yield batch
@@ -216,29 +212,25 @@ def _decode(vlm: Any, path: Path) -> Item:
         video = vlm.processor.load_video(path, {})
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
         header |= {"kind": "video", "size": video.frames.shape[2:0:-1], "second_per_grid": step / video.fps}
-        return Item(video, header | {"layout": vlm.processor.layout_of(video)})
+        return video, header | {"layout": vlm.processor.layout_of(video)}
     image = load_image(path, limits=vlm.processor.limits)
     header |= {"kind": "image", "size": image.size}
-    return Item(image, header | {"layout": vlm.processor.layout_of(image)})
+    return image, header | {"layout": vlm.processor.layout_of(image)}
 
 
 def _encode(vlm: Any, batch: dict[str, Item], failed: dict[str, str]) -> dict[str, Tensor]:
     """Return the embeddings of a batch; if it fails, its items are encoded one by one."""
-    images = {name: item.medium for name, item in batch.items() if not isinstance(item.medium, Video)}
-    videos = {name: item.medium for name, item in batch.items() if isinstance(item.medium, Video)}
+    images = {name: medium for name, (medium, _) in batch.items() if not isinstance(medium, Video)}
+    videos = {name: medium for name, (medium, _) in batch.items() if isinstance(medium, Video)}
     try:
         embeds = vlm.encode([*images.values()], [*videos.values()], progress=False)
         return dict(zip([*images, *videos], embeds, strict=True))
     except Exception as error:
         if len(batch) == 1:
-            failed[next(iter(batch))] = _reason(error)
+            failed[next(iter(batch))] = str(error) or type(error).__name__
             return {}
     singles = [_encode(vlm, {name: item}, failed) for name, item in batch.items()]
     return {name: embeds for single in singles for name, embeds in single.items()}
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _plain(group: Any) -> Any:

@@ -13,8 +13,7 @@ positions.
 Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,8 +39,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
     copies = copies_wanted(model.language_model, options)
     if copies > 1:
         model.family.require("chunked_beams")
-    q, pruning = request.pruning_rate, request.pruning
-    if q > 0:
+    if request.pruning_rate > 0:
         model.family.require("pruning")
     trace = model.record(device=model.device)
     messages = model.processor.messages(request.prompt, request.images, request.videos)
@@ -55,12 +53,13 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
         trace.spans = find_media_spans(ids_L, merged, model.processor.token_ids)
     with trace.stage("positions"):
         trace.full_positions = model.language_model.positions(trace.full_ids, trace.spans)
-    spans, media = iter(trace.spans), list[MediumRows]()
     trace.keep_masks = [None] * len(merged)
-    for number, medium in enumerate(merged):
-        places = [torch.arange(s.offset, s.offset + s.num_tokens) for s in islice(spans, len(medium.runs))]
-        media.append(MediumRows(torch.cat(places), _encode_pieces(model, trace, number, medium, q, pruning, chunk)))
-    cache: Any = prefill_in_chunks(trace, model.language_model, media, chunk, model.max_context)
+    pieces = (
+        piece
+        for number, medium in enumerate(merged)
+        for piece in _encode_pieces(model, trace, number, medium, request, chunk)
+    )
+    cache: Any = prefill_in_chunks(trace, model.language_model, pieces, chunk, model.max_context)
     trace.input_ids = trace.full_ids[trace.keep]
     trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
     if copies > 1:  # `batch_repeat_interleave` does not support linear attention
@@ -69,8 +68,8 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
 
 
 def _encode_pieces(
-    model: Any, trace: Record, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+    model: Any, trace: Record, number: int, medium: MediaTokens, request: Request, chunk: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (rows, mask of kept rows) for an item's pieces, each encoded on demand; a pruned item is one piece."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)
     while True:
@@ -81,19 +80,20 @@ def _encode_pieces(
         encoded = model.record()
         with trace.stage("encode"):
             model.encode_rows(encoded, [patches], [layout])
-            trace.cached += encoded.cached
-            trace.seconds_saved += encoded.seconds_saved
+        trace.cached += encoded.cached
+        trace.seconds_saved += encoded.seconds_saved
         [rows] = encoded.embeds
-        if medium.kind == "video" and q:
+        if medium.kind == "video" and request.pruning_rate:
             embeds.append(rows)
         else:
-            yield rows, None
+            yield rows, torch.ones(len(rows), dtype=torch.bool)
     if embeds:
         with trace.stage("prune"):
             rows = torch.cat(embeds)
-            trace.keep_masks[number] = medium.keep_mask(rows, q, pruning)
+            mask = medium.keep_mask(rows, request.pruning_rate, request.pruning).cpu()
+        trace.keep_masks[number] = mask
         del embeds
-        yield rows, trace.keep_masks[number]
+        yield rows, mask
 
 
 @torch.inference_mode()
@@ -111,54 +111,43 @@ def prefill(
     )  # fmt: skip
 
 
-class MediumRows:
-    """The rows of one media item, in order, which are read a few at a time."""
-
-    def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
-        """places_M: indices of its rows in the full prompt. pieces: (rows (m, W), mask of kept rows (m,) or None)."""
-        self.places_M, self.pieces, self.used = places_M, pieces, 0
-        self.rows, self.keep = list[Tensor](), list[Tensor]()
-
-    def take(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (places, rows, keep) of all tokens before `stop` in the full prompt that were not yet taken."""
-        end = int((self.places_M < stop).sum())
-        places, self.used = self.places_M[self.used : end], end
-        while sum(map(len, self.rows)) < len(places):
-            rows, keep = next(self.pieces)
-            self.rows.append(rows)
-            self.keep.append(torch.ones(len(rows), dtype=torch.bool) if keep is None else keep.cpu())
-        if not len(places):
-            return places, torch.empty(0), torch.empty(0, dtype=torch.bool)
-        rows, keep = torch.cat(self.rows), torch.cat(self.keep)
-        self.rows, self.keep = [rows[len(places) :]], [keep[len(places) :]]
-        return places, rows[: len(places)], keep[: len(places)]
-
-
 @torch.inference_mode()
 def prefill_in_chunks(
-    trace: Record, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
+    trace: Record,
+    language_model: CausalTextModel,
+    pieces: Iterator[tuple[Tensor, Tensor]],
+    chunk: int,
+    max_context: int,
 ) -> Cache:
     """Return the keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 
-    trace: a trace with full_ids and full_positions. Raises ValueError if the kept tokens exceed max_context.
+    trace: a trace with full_ids, full_positions and spans. pieces: (rows (m, W), mask of kept rows (m,)) of all media,
+    in the order of the prompt. Raises ValueError if the kept tokens exceed max_context.
     """
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
+    places = torch.cat([torch.arange(0), *(torch.arange(s.offset, s.offset + s.num_tokens) for s in trace.spans)])
+    rows, keep = list[Tensor](), list[Tensor]()  # of pieces that were begun
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
         rows_LW = language_model.text_rows(trace.full_ids[start:stop])
-        for medium in media:
-            places, rows, keep = medium.take(stop)
-            if len(places):
-                rows_LW[places - start] = rows.to(rows_LW)
-                trace.keep[places] = keep
+        here = places[(places >= start) & (places < stop)]
+        while sum(map(len, keep)) < len(here):
+            piece, mask = next(pieces)
+            rows.append(piece)
+            keep.append(mask)
+        if n := len(here):
+            rows, keep = [torch.cat(rows)], [torch.cat(keep)]
+            rows_LW[here - start] = rows[0][:n].to(rows_LW)
+            trace.keep[here] = keep[0][:n]
+            rows, keep = [rows[0][n:]], [keep[0][n:]]
         kept = trace.keep[start:stop]
         if sum(trace.chunks) + int(kept.sum()) >= max_context:
             raise ValueError(f"prompt: expected at most {max_context - 1} tokens for the context of {max_context}")
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
-            rows = rows_LW[kept.to(rows_LW.device)][None]
-            embeds, deeper = rows.tensor_split([language_model.config.hidden_size], dim=-1)
+            kept_LW = rows_LW[kept.to(rows_LW.device)][None]
+            embeds, deeper = kept_LW.tensor_split([language_model.config.hidden_size], dim=-1)
             with trace.stage("prefill"):
                 prefill(language_model, embeds, deeper, positions[:, None], cache)
             trace.chunks.append(int(kept.sum()))

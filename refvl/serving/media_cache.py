@@ -19,7 +19,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
@@ -72,26 +71,22 @@ class WeightsState:
 
 
 class MediaCache:
-    """The embeddings of the most recently used media, up to `max_tokens` tokens or `max_bytes` bytes.
+    """The embeddings of the most recently used media, up to `max_tokens` tokens; threads and models may share a cache.
 
-    Threads and models may share a cache. The tensors that `fetch` returns belong to the caller, who may change them.
+    The tensors that `fetch` returns belong to the caller, who may change them.
     """
 
-    def __init__(self, max_tokens: int | None = None, *, max_bytes: int | None = None):
-        """Set at least one limit. An item that is larger than a limit is encoded, but not cached."""
-        limits = {"max_tokens": max_tokens, "max_bytes": max_bytes}
-        given = {name: limit for name, limit in limits.items() if limit is not None}
-        if not given:
-            raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
-        self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
+    def __init__(self, max_tokens: int):
+        """Set the limit. An item that is larger than the limit is encoded, but not cached."""
+        self.max_tokens = check_positive_int(max_tokens, "media_cache")
         self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry comes first
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
         self._lock = Lock()
 
     def __reduce__(self) -> tuple:
-        """Return the recipe for a copy or a pickle: an empty cache with the same limits."""
-        return partial(type(self), **self.limits), ()
+        """Return the recipe for a copy or a pickle: an empty cache with the same limit."""
+        return type(self), (self.max_tokens,)
 
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
         """Return a key for each item. rows, layouts: as in `VLM.encode_rows`."""
@@ -120,34 +115,28 @@ class MediaCache:
         copies = copied([found[key] for key in keys])
         saved = sum(copy.seconds for copy, hit in zip(copies, hits, strict=True) if hit)
         with self._lock:
-            self._kept |= {keys[i]: found[keys[i]] for i in missing if self._fits([found[keys[i]]])}
-            while not self._fits(self._kept.values()):
+            self._kept |= {keys[i]: found[keys[i]] for i in missing if len(found[keys[i]].rows) <= self.max_tokens}
+            while self._tokens() > self.max_tokens:
                 self._kept.popitem(last=False)
             s, h = self._stats, sum(hits)
             counted = {"hits": s.hits + h, "misses": s.misses + len(missing)}
             self._stats = replace(s, **counted, seconds_saved=s.seconds_saved + saved)
         return copies, hits
 
-    def _fits(self, entries: Iterable[Embeddings]) -> bool:
-        sizes = sizes_of(entries)
-        return all(sizes[name.removeprefix("max_")] <= limit for name, limit in self.limits.items())
+    def _tokens(self) -> int:
+        return sum(len(entry.rows) for entry in self._kept.values())
 
     def stats(self) -> MediaCacheStats:
         """Return hits, misses and the seconds saved since `clear`, and the items, tokens and bytes stored now."""
         with self._lock:
-            return replace(self._stats, **sizes_of(self._kept.values()))
+            size = sum(entry.rows.nbytes for entry in self._kept.values())
+            return replace(self._stats, items=len(self._kept), tokens=self._tokens(), bytes=size)
 
     def clear(self) -> None:
         """Drop all embeddings and reset the counters."""
         with self._lock:
             self._kept.clear()
             self._stats = MediaCacheStats()
-
-
-def sizes_of(entries: Iterable[Embeddings]) -> dict[str, int]:
-    """Count the items, tokens and bytes of entries."""
-    rows = [entry.rows for entry in entries]
-    return {"items": len(rows), "tokens": sum(map(len, rows)), "bytes": sum(x.nbytes for x in rows)}
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:

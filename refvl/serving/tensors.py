@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateOutput
 
-from refvl.checks import as_seconds, check_pixel_rows, check_prompts, check_shape
+from refvl.checks import as_seconds, check_pixel_rows, check_prompts
 from refvl.merge import MediaTokens
 from refvl.pipeline import Request
 from refvl.serving.options import option
@@ -80,28 +80,29 @@ def _items(
         return []
     merged = [model.processor.media_tokens(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
     if embeds is None:
-        rows = [model.encoder.item_size(layout)[0] for layout in layouts]
-        shape = ((f"patches of {layouts_name}", sum(rows)), "values")
-        _check_finite(check_pixel_rows(pixel_values, shape, model.device, pixels_name), pixels_name)
-        encoded = Record()
-        model.encode_rows(encoded, pixel_values.split(rows), layouts)
-        embeds = encoded.embeds
+        embeds = _encode(model, pixel_values, layouts, (pixels_name, layouts_name))
     else:
-        embeds = _split_embeds(model, embeds, [m.num_tokens for m in merged], layouts_name, embeds_name)
+        embeds = _split_embeds(model, embeds, [m.num_tokens for m in merged], embeds_name)
     return list(zip(merged, embeds, strict=True))
 
 
-def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
+def _encode(model: Any, pixel_values: Tensor, layouts: list, names: tuple[str, str]) -> list[Tensor]:
+    rows = [model.encoder.item_size(layout)[0] for layout in layouts]
+    shape = ((f"patches of {names[1]}", sum(rows)), "values")
+    _check_finite(check_pixel_rows(pixel_values, shape, model.device, names[0]), names[0])
+    encoded = Record()
+    model.encode_rows(encoded, pixel_values.split(rows), layouts)
+    return encoded.embeds
+
+
+def _split_embeds(model: Any, embeds: Tensor | Sequence[Tensor], tokens: list[int], name: str) -> list[Tensor]:
     """Return precomputed embeddings, one checked (M, W) tensor per item."""
-    width = ("channels", model.language_model.row_width)
-    if isinstance(embeds, Tensor):
-        check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name)
-        embeds = embeds.split(tokens)
-    if len(embeds) != len(tokens):
-        raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {len(embeds)}")
-    for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
-        _check_finite(check_pixel_rows(item, (("tokens", count), width), model.device, f"{name}[{i}]"), f"{name}[{i}]")
-    return list(embeds)
+    if not isinstance(embeds, Tensor) and (got := [len(item) for item in embeds]) != tokens:
+        raise ValueError(f"{name}: expected tensors of {tokens} tokens, one for each item, got {got}")
+    rows_MW = embeds if isinstance(embeds, Tensor) else torch.cat(list(embeds))
+    shape = (("tokens of the grids", sum(tokens)), ("channels", model.language_model.row_width))
+    _check_finite(check_pixel_rows(rows_MW, shape, model.device, name), name)
+    return list(rows_MW.split(tokens))
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:

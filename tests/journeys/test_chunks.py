@@ -11,7 +11,6 @@ from closeness import assert_logits_agree
 from random_models import WITHOUT_VIDEOS, random_model
 
 from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
-from refvl.serving.long_prompts import MediumRows
 
 PHOTOS = list(np.random.default_rng(1).integers(0, 256, (2, 60, 90, 3), dtype=np.uint8))
 FRAMES = np.random.default_rng(0).integers(0, 256, (7, 60, 90, 3), dtype=np.uint8)
@@ -99,16 +98,6 @@ def test_media_are_encoded_when_they_are_needed_and_not_before():
     images = [first.media_tokens.num_tokens, second.media_tokens.num_tokens]
     assert encoded == int(is_media.sum())
     assert sorted(set(sizes)) == sorted({*images, max(step, 5 // step * step)})
-
-
-def test_rows_that_were_read_are_let_go():
-    rows = MediumRows(torch.arange(10, 18), ((torch.full((3, 2), float(i)), None) for i in range(3)))
-    assert len(rows.take(10)[0]) == 0 and rows.rows == []
-    places, taken, keep = rows.take(12)
-    assert places.tolist() == [10, 11] and taken.tolist() == [[0.0, 0.0]] * 2 and keep.all()
-    assert sum(map(len, rows.rows)) == 1
-    assert rows.take(18)[1][:, 0].tolist() == [0, 1, 1, 1, 2, 2]
-    assert len(rows.take(30)[0]) == 0
 
 
 @pytest.mark.parametrize("q", [0.0, 0.6])

@@ -1,7 +1,4 @@
-"""The media cache. Oracle: the same model without it, and a tower that refuses to run where a hit is promised.
-
-Each of the five bugs that serving engines had in 2026 is planted here once, so that the test is seen to notice it.
-"""
+"""The media cache. Oracle: the same model without it, and a tower that refuses to run where a hit is promised."""
 
 import threading
 from contextlib import contextmanager
@@ -21,7 +18,7 @@ from refvl.graphs import EncoderGraphManager
 from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.serving import media_cache
-from refvl.serving.media_cache import CachedVLM, MediaCache, WeightsState
+from refvl.serving.media_cache import CachedVLM, MediaCache
 
 RANDOM = np.random.default_rng(0)
 A, B, C = (Image.fromarray(x) for x in RANDOM.integers(0, 256, (3, 112, 112, 3), dtype=np.uint8))
@@ -232,11 +229,9 @@ def test_adapters_miss_while_they_act():
 # ------------------------------------------------------------------------------------------------- bounds and copies
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_bytes"])
-def test_the_least_recently_used_goes_first(limit):
+def test_the_least_recently_used_goes_first():
     [rows] = random_model("Qwen2.5-VL").encode([A])
-    two = {"max_tokens": 2 * len(rows), "max_bytes": 2 * rows.nbytes}[limit]
-    model = qwen(MediaCache(**{limit: two}))
+    model = qwen(MediaCache(2 * len(rows)))
     model.encode([A, B])
     model.encode([A])
     model.encode([C])  # B goes
@@ -286,38 +281,13 @@ def test_a_watched_run_looks_inside_a_tower_that_runs():
     assert len(trace.tower_hidden_states) == model.encoder.config.depth + 1
 
 
-# ------------------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------------ threads and models
 
 
-def test_of_two_threads_that_ask_at_once_one_encodes():
-    model, entered, go = qwen(), threading.Event(), threading.Event()
-    ran, results = list[int](), dict[int, torch.Tensor]()
-
-    def slow(*_):
-        ran.append(threading.get_ident())
-        entered.set()
-        assert go.wait(60)
-
-    handle = model.encoder.register_forward_pre_hook(slow)
-    threads = [threading.Thread(target=lambda i=i: results.update({i: model.encode([A])[0]})) for i in range(4)]
-    threads[0].start()
-    assert entered.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    handle.remove()
-    assert len(ran) == 1 and counts(model) == (3, 1)
-    [want] = random_model("Qwen2.5-VL").encode([A])
-    assert len(results) == 4 and all(torch.equal(rows, want) for rows in results.values())
-    assert len({rows.data_ptr() for rows in results.values()}) == 4
-
-
-def test_eight_threads_encode_each_item_once():
-    """Each asks for all items in an order of its own, at the same moment, again and again."""
-    model, start, results = qwen(), threading.Barrier(8), dict[int, list[torch.Tensor]]()
-    orders = [np.random.default_rng(i).permutation(3).tolist() for i in range(8)]
+def test_threads_share_a_cache():
+    """Each asks for all items in its own order, again and again, and overwrites what it gets."""
+    model, start, results = qwen(), threading.Barrier(4), dict[int, list[torch.Tensor]]()
+    orders = [np.random.default_rng(i).permutation(3).tolist() for i in range(4)]
 
     def ask(i: int) -> None:
         start.wait(60)
@@ -328,135 +298,33 @@ def test_eight_threads_encode_each_item_once():
                 for x in rows:
                     x.zero_()
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert counts(model) == (8 * 3 * 3 - 3, 3) and len(results) == 8
+    hits, misses = counts(model)
+    assert hits + misses == 4 * 3 * 3 and 3 <= misses <= 4 * 3
     want = random_model("Qwen2.5-VL").encode([A, B, C])
     for i, found in results.items():
         for n, rows in zip(orders[i], found, strict=True):
             torch.testing.assert_close(rows, want[n], rtol=0, atol=1e-4 * float(want[n].abs().max()))
 
 
-def test_who_waits_for_a_thread_that_fails_encodes_itself():
-    """And nobody waits in a circle: one wants A then B, the other B then A."""
-    model, entered, go, failed = qwen(), threading.Event(), threading.Event(), list[str]()
-    results = list[torch.Tensor]()
-
-    def fail_once(*_):
-        if not entered.is_set():
-            entered.set()
-            assert go.wait(60)
-            raise RuntimeError("out of memory")
-
-    def first():
-        try:
-            model.encode([A, B])
-        except RuntimeError as error:
-            failed.append(str(error))
-
-    handle = model.encoder.register_forward_pre_hook(fail_once)
-    threads = [threading.Thread(target=first), threading.Thread(target=lambda: results.extend(model.encode([B, A, C])))]
-    threads[0].start()
-    assert entered.wait(60)
-    threads[1].start()
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    handle.remove()
-    assert failed == ["out of memory"] and counts(model) == (0, 3)
-    want = random_model("Qwen2.5-VL").encode([B, A, C])
-    assert len(results) == 3
-    for ours, theirs in zip(results, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-
-
-# --------------------------------------------------------------------------------------------- five bugs of 2026
-
-
-def same_grid_other_picture() -> bool:
-    model = qwen()
-    return all(torch.equal(model.encode([x])[0], random_model("Qwen2.5-VL").encode([x])[0]) for x in (A, B))
-
-
-def forty_pictures() -> bool:
-    """Of one token each, so that many cost little."""
-    pictures = [Image.new("RGB", (28, 28), (i, 5 * i, 250 - 6 * i)) for i in range(40)]
-    model = qwen()
-    together = [model.encode([x])[0] for x in pictures]
-    return all(torch.equal(x, random_model("Qwen2.5-VL").encode([p])[0]) for x, p in zip(together, pictures))  # noqa: B905
-
-
-def two_models() -> bool:
-    """Two checkpoints of one shape that share a cache."""
-    cache = MediaCache(4096)
-    whole = random_model("Qwen2.5-VL")
-    other = own_qwen()
+def test_models_share_a_cache():
+    """Two checkpoints of one shape: the weights are in the key."""
+    shared, other = MediaCache(4096), own_qwen()
     change_in_place(other.encoder)
-    qwen(cache).encode([A])
-    ours = CachedVLM(whole.config, whole.processor, other.encoder, whole.language_model, cache)
+    qwen(shared).encode([A])
+    behind = cached(other, shared)
     other.media_cache = None
-    return torch.equal(ours.encode([A])[0], other.encode([A])[0])
+    assert torch.equal(behind.encode([A])[0], other.encode([A])[0])
 
 
-def two_in_a_request() -> bool:
-    model = qwen()
-    ours, want = model.encode([A, B]), random_model("Qwen2.5-VL").encode([A, B])
-    return all(torch.equal(x, y) for x, y in zip(ours, want, strict=True))
-
-
-@torch.inference_mode()
-def written_between() -> bool:
-    model = qwen()
-    model.encode([A])[0].zero_()
-    return torch.equal(model.encode([A])[0], random_model("Qwen2.5-VL").encode([A])[0])
-
-
-RIGHT_KEY, RIGHT_KEYS = media_cache.content_key, MediaCache.keys
-BUGS = {
-    "a key of token ids alone": (
-        same_grid_other_picture, media_cache, "content_key", lambda rows, layout, *read: repr((layout, read)).encode(),
-    ),
-    "a truncated hash": (
-        forty_pictures, media_cache, "content_key", lambda *made_of: RIGHT_KEY(*made_of)[:1],
-    ),
-    "no model in the key": (two_models, WeightsState, "of", lambda self, encoder: ()),
-    "one key per request": (
-        two_in_a_request, MediaCache, "keys", lambda *request: [b"".join(RIGHT_KEYS(*request))] * len(request[2]),
-    ),
-    "a view of what is used again": (written_between, media_cache, "copied", list),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("is_right", "owner", "name", "wrong"), BUGS.values(), ids=BUGS)
-def test_bugs_of_2026(monkeypatch, is_right, owner, name, wrong):
-    """sglang-omni#258; LMCache#4086 and sglang#25462; rMLX#135; omlx#1417; react-native-executorch#1229."""
-    assert is_right()
-    monkeypatch.setattr(owner, name, wrong)
-    assert not is_right()
-
-
-# --------------------------------------------------------------------------------------------------------- the border
-
-
-@pytest.mark.parametrize("bound", [0, -1, True, 1.5, "many"])
-def test_a_bound_is_a_positive_number(bound):
-    with pytest.raises((ValueError, TypeError), match="media_cache: max_tokens"):
-        refvl.load(random_folder("Qwen2.5-VL"), device="cpu", progress=False, media_cache=bound)
-
-
-def test_a_cache_has_a_bound():
-    with pytest.raises(ValueError, match="media_cache: expected a number of tokens, or max_bytes"):
-        MediaCache()
-
-
-def test_a_model_says_what_it_keeps():
-    model = qwen()
-    model.encode([A])
-    assert "media_cache     MediaCacheStats(hits=0, misses=1" in repr(model)
-    assert random_model("Qwen2.5-VL").media_cache is None
+@pytest.mark.parametrize("limit", [0, 1.5, "many"])
+def test_the_limit_is_a_positive_number(limit):
+    with pytest.raises((ValueError, TypeError), match="^media_cache: "):
+        refvl.load(random_folder("Qwen2.5-VL"), device="cpu", progress=False, media_cache=limit)
 
 
 def test_six_prompts_about_two_pictures_on_a_trained_model():
