@@ -285,24 +285,25 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
     rows = {
         "family": found["family"],
         "vision tower": f"{size}: {_count(found['parameters']['encoder'])}",
+    }
+    if vlm.language_model:
+        text = vlm.language_model.config
+        heads = f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv)"
+        size = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {heads}"
+        rows["language model"] = f"{size}: {_count(found['parameters']['language_model'])}"
+        rows["context"] = f"{found['context']:,} tokens"
+        rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
+        if found["linear_state_bytes"]:
+            rows["kv cache"] += f" and {_bytes(found['linear_state_bytes'])} a prompt"
+        if found["static_cache_bytes"]:
+            rows["kv cache"] += f"; of fixed size: {_bytes(found['static_cache_bytes'])}"
+    rows |= {
         f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
         f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(options.get("text_bytes")),
         "largest square image": f"{largest['becomes']} -> {largest['tokens']:,} tokens{assumed}",
         "a server reserves": f"for it, about {_bytes(largest['activation_bytes'])} of tower activations and "
         f"{_bytes(largest['kv_cache_bytes'])} of key-value cache",
     }
-    if vlm.language_model:
-        text = vlm.language_model.config
-        heads = f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv)"
-        rows["language model"] = (
-            f"{text.num_hidden_layers} layers of width {text.hidden_size}, {heads}: "
-            f"{_count(found['parameters']['language_model'])}; context of {found['context']:,} tokens"
-        )
-        rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
-        if found["linear_state_bytes"]:
-            rows["kv cache"] += f" and {_bytes(found['linear_state_bytes'])} a prompt"
-        if found["static_cache_bytes"]:
-            rows["kv cache"] += f"; of fixed size: {_bytes(found['static_cache_bytes'])}"
     if vlm.processor.clip_sampling:
         rows["video sampling"] = vlm.processor.clip_sampling
     for i, medium in enumerate(found["media"]):
@@ -316,18 +317,26 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
 
 def overview(vlm: Any) -> str:
     """Return a model's `repr`: its family, device, dtype, and the sizes of its parts."""
-    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
-    lines = [f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}"]
-    for name, half in halves.items():
-        size = _count(_parameters(half)) if half else "none: loaded with text=False"
-        lines.append(f"  {name:<16}{type(half).__name__ if half else ''} {size}")
-    lines.append(f"  processor       {type(vlm.processor).__name__}")
-    lines.append(f"  graphs          {type(vlm.graphs).__name__ if vlm.graphs else 'none: the encoder runs eagerly'}")
-    if vlm.adapters is not None:
-        lines.append(f"  adapters        {', '.join(vlm.adapters.peft_config)}")
-    if vlm.media_cache is not None:
-        lines.append(f"  media_cache     {vlm.media_cache.stats()}")
-    return "\n".join(lines)
+    text = "none: loaded with text=False"
+    if vlm.language_model:
+        config = vlm.language_model.config
+        sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary of {config.vocab_size}"
+        text = f"{type(vlm.language_model).__name__}, {sizes}, {_million(vlm.language_model)}"
+    rows = {
+        "encoder": f"{type(vlm.encoder).__name__}, {_million(vlm.encoder)}",
+        "language_model": text,
+        "processor": type(vlm.processor).__name__,
+        "graphs": type(vlm.graphs).__name__ if vlm.graphs else "none: the encoder runs eagerly",
+        "adapters": ", ".join(vlm.adapters.peft_config) if vlm.adapters is not None else "",
+        "media_cache": vlm.media_cache.stats() if vlm.media_cache is not None else "",
+    }
+    lines = [f"  {name:<16}{value}" for name, value in rows.items() if value]
+    return "\n".join([f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}", *lines])
+
+
+def _million(module: nn.Module) -> str:
+    count = _parameters(module)
+    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
 
 
 def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:

@@ -95,13 +95,19 @@ class Trace(Record):
 def _shapes(trace: Trace, stage: str) -> str:
     match stage:
         case "decode media":
-            return ", ".join(_media_size(m) for m in trace.media) or "text only"
+            sizes = [
+                f"frames {m.frames.shape}" if isinstance(m, Video) else "{} x {} px".format(*m.size)
+                for m in trace.media
+            ]
+            return ", ".join(sizes) or "text only"
         case "patchify":
             return ", ".join(f"{tuple(p.pixel_values.shape)} {layout_text(p.layout)}" for p in trace.patches)
         case "look up":
             return f"{sum(trace.cached)} of {len(trace.cached)} in the media cache, {trace.seconds_saved:.4f} s saved"
         case "plan":
-            return _packing(trace) if trace.graph_batches else ", ".join(m.summary for m in trace.metadata)
+            replays = f"{len(trace.media)} items in {len(trace.graph_batches)} replays or eager forwards"
+            padding = f", {padding_waste(trace.graph_batches):.0%} padding"
+            return replays + padding if trace.graph_batches else ", ".join(m.summary for m in trace.metadata)
         case "encode":
             return ", ".join(str(tuple(e.shape)) for e in trace.embeds) + _graph_report(trace)
         case "prune":
@@ -118,24 +124,9 @@ def _shapes(trace: Trace, stage: str) -> str:
             chunks = f"{sum(trace.chunks)} tokens in chunks of {max(trace.chunks)}, " if trace.chunks else ""
             return chunks + "the first token"
         case "decode tokens":
-            return _decoding(trace)
+            more = len(trace.token_ids) - 1
+            return f"{more} more, {more / (trace.seconds[stage] or 1):.0f} a second" if more else "0 more"
     return ""
-
-
-def _decoding(trace: Trace) -> str:
-    """Describe the tokens after the first one: their number, and how many were decoded per second."""
-    more, seconds = len(trace.token_ids) - 1, trace.seconds["decode tokens"]
-    speed = f", {more / seconds:.0f} a second" if more and seconds else ""
-    return f"{more} more{speed}"
-
-
-def _packing(trace: Trace) -> str:
-    """Describe the plan of the graphs in one line."""
-    items = len({i for batch in trace.graph_batches for i in batch.indices})
-    eager = sum(batch.budget is None for batch in trace.graph_batches)
-    replays = len(trace.graph_batches) - eager
-    counts = f"{items} item{'s' * (items != 1)} in {replays} replay{'s' * (replays != 1)}"
-    return f"{counts}, {padding_waste(trace.graph_batches):.0%} padding" + f", {eager} eager" * bool(eager)
 
 
 def _graph_report(trace: Trace) -> str:
@@ -156,7 +147,3 @@ def layout_text(layout) -> str:
         return f"grid {layout}"
     sizes = Counter(size for group in layout for size in group.slices)
     return "slices: " + ", ".join(f"{count} of {h} x {w}" for (h, w), count in sizes.items())
-
-
-def _media_size(medium) -> str:
-    return f"frames {medium.frames.shape}" if isinstance(medium, Video) else f"{medium.width} x {medium.height} px"

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments
-from refvl.checks import check_flag
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
 from refvl.serving.features import first_rows, in_patch_order, keep_output, share_weights
@@ -102,13 +101,10 @@ class LanguageWatch:
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     """Return the attention of new token `token` to each token of an item, (layers with weights, H, M); 0 if pruned.
 
-    trace: a trace with attentions. Raises ValueError if the trace has none, or for items or tokens that do not exist.
+    trace: a trace with attentions. Raises ValueError if the trace has none.
     """
     if not trace.attentions:
         raise ValueError("trace: expected attentions, got none; use trace(..., attentions=True)")
-    for name, value, count in (("medium", medium, len(trace.patches)), ("token", token, len(trace.token_ids))):
-        if not 0 <= value < count:
-            raise ValueError(f"{name}: expected an index in [0, {count}), got {value}")
     runs = [len(patches.media_tokens.runs) for patches in trace.patches]
     spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
     places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
@@ -226,7 +222,7 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
     made = {
         "patchify": [p.pixel_values for p in trace.patches],
         "encode": [*found["encode"], *trace.embeds],
-        "merge": [trace.inputs_embeds],
+        "merge": [] if trace.inputs_embeds is None else [trace.inputs_embeds],
         "prefill": found["prefill"],
     }
     for stage, tensors in made.items():
@@ -276,50 +272,31 @@ def trace(
     model = copy.copy(model)  # the copy shares all parts
     model.record = Trace
     num_beams = model.check_options("trace", generate_kwargs, max_new_tokens)
-    watched = {
-        "attentions": check_flag(attentions, "attentions"),
-        "hidden_states": check_flag(hidden_states, "hidden_states"),
-    }
+    is_watched = attentions or hidden_states
+    if prefill_chunk is not None and (is_watched or replace):
+        raise ValueError("prefill_chunk: not supported with replace, attentions or hidden_states: stages run in parts")
+    if is_watched and num_beams != 1:
+        raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
     request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
     if replace is not None:
-        if prefill_chunk is not None:
-            raise ValueError("replace: not supported with prefill_chunk, because stages then run in parts")
         model = with_replacements(model, replace)
-    answer = model.answer if num_beams == 1 else model.answer_with_beams
-    if any(watched.values()):
-        if prefill_chunk is not None:
-            raise ValueError("attentions, hidden_states: not supported with prefill_chunk")
-        if num_beams != 1:
-            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
-        return watched_run(model, request, max_new_tokens, generate_kwargs, **watched)
-    if prefill_chunk is not None:
-        trace: Any
-        trace, generate_kwargs = read_in_chunks(model, prefill_chunk, request, generate_kwargs)
-        read_out(model, answer, trace, max_new_tokens, generate_kwargs)
-        return trace
-    with largest_values(model, with_prefill=num_beams == 1) as largest:
-        trace = model.read(request)
-        read_out(model, answer, trace, max_new_tokens, generate_kwargs)
-    keep_largest(trace, largest)
-    return trace
-
-
-def watched_run(
-    model: Any, request: Request, max_new_tokens: int, options: dict, *, attentions: bool, hidden_states: bool
-) -> Trace:
-    """Run on watched copies of the parts, eagerly even with graphs, because a replay returns no intermediate values."""
     if attentions:
         model.family.require("attentions")
-    tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
-    language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
-    watched = copy.copy(model)  # the copy shares everything else with the model
-    watched.encoder = tower.encoder
-    watched.language_model = language.language_model
-    watched.graphs = watched.media_cache = None
-    with largest_values(watched) as largest:
-        trace = watched.read(request)
-        output = read_out(watched, watched.answer, trace, max_new_tokens, options | language.options)
-    keep_largest(trace, largest)
-    tower.fill(trace)
-    language.fill(trace, output)
-    return trace
+    if is_watched:
+        tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
+        language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
+        model.encoder, model.language_model = tower.encoder, language.language_model
+        model.graphs = model.media_cache = None  # a replay returns no intermediate values
+        generate_kwargs |= language.options
+    answer = model.answer if num_beams == 1 else model.answer_with_beams
+    with largest_values(model, with_prefill=num_beams == 1) as largest:
+        if prefill_chunk is None:
+            run = model.read(request)
+        else:
+            run, generate_kwargs = read_in_chunks(model, prefill_chunk, request, generate_kwargs)
+        output = read_out(model, answer, run, max_new_tokens, generate_kwargs)
+    keep_largest(run, largest)
+    if is_watched:
+        tower.fill(run)
+        language.fill(run, output)
+    return run

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from refvl.families import FAMILIES
 from refvl.pixels.by_hand import smart_resize
-from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.study import boxes
 from refvl.study.boxes import Region, find_regions, from_picture, parse, to_picture
 
@@ -56,32 +55,6 @@ def test_there_and_back(width, height, family, corners):
     back = to_picture(there, **picture)
     assert there.dtype == back.dtype == torch.float32 and back.shape == given_boxes.shape
     assert_agree(back, given_boxes, 4)
-
-
-@settings(max_examples=80, deadline=None)
-@given(sides, sides, st.sampled_from(BOTH), st.tuples(*[st.floats(0, 1)] * 4))
-def test_whole_numbers_are_within_half_a_patch(width, height, family, corners):
-    """Models write whole numbers. Oracle: a patch is 14 resized pixels, so of the picture 14 * width / resized width.
-
-    Half a unit of 0 to 1000 is less, as long as the resized side is below 14,000 px.
-    """
-    resized = resize(width, height)
-    arguments = {"picture": (width, height), "resized": resized, "family": family}
-    box = torch.tensor([corners]) * torch.tensor([width, height] * 2)
-    back = to_picture(from_picture(box, **arguments).round(), **arguments)
-    patch = torch.tensor([14 * width / resized[0], 14 * height / resized[1]] * 2)
-    assert max(resized) < 14_000
-    assert ((back - box).abs() <= patch / 2).all()
-
-
-@settings(max_examples=50, deadline=None)
-@given(sides, sides)
-def test_the_resized_size_is_the_grid_times_the_patch(width, height):
-    """What `space_of` says of grids. Oracle: the processor's own plan."""
-    config = PatchConfig()
-    new_height, new_width = config.target_size(height, width)
-    _, h, w = plan_grid(height, width, config)
-    assert boxes.space_of("Qwen2.5-VL", (14 * w, 14 * h)) == (new_width, new_height)
 
 
 def test_boxes_may_be_sequences_and_arrays():

@@ -184,11 +184,6 @@ def test_what_is_saved_is_what_is_compared(asked, tmp_path):
         trace.save(tmp_path / "deep" / "run")
 
 
-def test_halves_are_kept_as_halves(run, tmp_path):
-    Stages({"encode/0": run.embeds[0].to(torch.bfloat16)}, "half").save(tmp_path)
-    assert Stages.load(tmp_path).tensors["encode/0"].dtype == torch.bfloat16
-
-
 def rewrite(folder, **changes) -> None:
     values = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(values | changes))
@@ -258,13 +253,13 @@ def test_one_command_says_where_the_two_differ(shell, tmp_path, monkeypatch):
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
-            "pruning_rate: must be 0 with",
+            "with: transformers prunes nothing and gets no adapter",
         ),
     ],
 )
 def test_a_mistake_is_one_line(shell, arguments, message):
-    status, out, err = shell(*arguments)
-    assert (status, out, err.count("\n")) == (1, "", 1) and message in err
+    status, _, err = shell(*arguments)
+    assert (status, err.count("\n")) == (1, 1) and message in err
 
 
 # --- the largest magnitude --------------------------------------------------------------------------------------------

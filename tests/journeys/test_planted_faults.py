@@ -91,26 +91,7 @@ def release(vlm, patch) -> None:
     patch.setattr(vlm.language_model, "positions", lambda ids, spans: wrong(len(ids), spans)[0])
 
 
-def position_axes(vlm, patch) -> None:
-    positions = vlm.language_model.positions
-    patch.setattr(vlm.language_model, "positions", lambda ids, spans: positions(ids, spans)[[0, 2, 1]])
-
-
 # --- other faults -----------------------------------------------------------------------------------------------------
-
-
-def deepstack_left_out(vlm, patch) -> None:
-    text = vlm.language_model
-    forward = text.forward
-    patch.setattr(text, "forward", lambda *args, deepstack_embeds=None, **kwargs: forward(*args, **kwargs))
-
-
-def half_text(vlm, patch) -> None:
-    vlm.language_model.to(torch.bfloat16)
-
-
-def no_final_norm(vlm, patch) -> None:
-    vlm.language_model.model.norm = torch.nn.Identity()
 
 
 def one_weight(vlm, patch) -> None:
@@ -127,13 +108,6 @@ def late_answer(vlm, patch) -> None:
         return forward(position_ids=position_ids + 3 * is_step, inputs_embeds=inputs_embeds, **kwargs)
 
     patch.setattr(text, "forward", late)
-
-
-joined_frames = replan(
-    cu_seqlens=lambda plan: plan.cu_seqlens[[0, -1]],
-    groups=lambda plan: None,
-    max_seqlen=lambda plan: int(plan.cu_seqlens[-1]),
-)
 
 
 def stale_buffer(vlm, patch) -> None:
@@ -169,14 +143,9 @@ FAULTS = (
     Planted(tower_axes, "encode/0", "rotary: rows and columns exchanged, in a", QWEN3),
     Planted(bilinear, "patchify/0", "resize filter: bilinear, in a", QWEN, "photograph"),
     Planted(release, "positions/ids", "larger_side_positions (releases), in a", QWEN, "clip"),
-    Planted(position_axes, "positions/ids", "axes in the order t, w, h, in a"),
     Planted(image_mean, "patchify/0", "", where="48 of 48 rows, the first at item 1, patch (t 0, row 0, column 0)"),
-    Planted(joined_frames, "encode/0", "", GLM, "clip", "at item 1, token (t 0, row 0, column 0)"),
     Planted(stale_buffer, "encode/1", "", where="at item 2, token (t 0, row 0, column 0)"),
-    Planted(half_text, "merge/inputs_embeds", "", where="of 53 rows, the first at token"),
-    Planted(deepstack_left_out, "prefill/last_states", "", QWEN3, where="after layer 1"),
     Planted(one_weight, "prefill/last_states", "", where="after layer 2"),
-    Planted(no_final_norm, "prefill/first_logits", ""),
     Planted(late_answer, "decode tokens/token_ids", "", where="rounding explains"),
 )
 

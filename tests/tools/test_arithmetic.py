@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import refvl
-from benchmarks.families import blank_clip, count_positions
+from benchmarks.families import blank_clip
 from benchmarks.report import count_operations
 from refvl.paths import DATA
 from refvl.serving.linear import OneDnnLinear, times_as_fast
@@ -77,21 +77,6 @@ def test_a_clip_of_no_memory_is_planned_as_the_file(name):
     assert blank.indices == film.indices and blank.frames.strides == (0, 0, 0, 1)
     assert (blank.fps, blank.duration) == pytest.approx((film.fps, film.duration))
     assert model.processor.layout_of(blank) == model.processor.layout_of(film)
-
-
-def test_no_clip_where_no_videos_are_taken():
-    model = refvl.load(DATA / "checkpoints/tiny-step3", device="cpu", progress=False)
-    with pytest.raises(ValueError, match="videos: Step3-VL accepts images only"):
-        blank_clip(model, 2.0, 64, 64)
-
-
-def test_positions_are_those_of_a_prompt(model):
-    """Oracle: a traced prompt, in which the words around the medium take one position each."""
-    image = Image.new("RGB", (112, 84))
-    run = model.trace("?", images=[image], max_new_tokens=1)
-    around = len(run.full_ids) - sum(span.num_tokens for span in run.spans)
-    [medium] = run.media
-    assert count_positions(model, medium) == int(run.full_positions.max()) + 1 - around
 
 
 def test_the_kept_counts_are_those_of_the_models():

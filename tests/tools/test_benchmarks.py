@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import against, graphs, performance, report, tower
-from benchmarks.report import resolve_device
 from refvl.encoders import Glm4vVisionConfig, Qwen2_5_VisionConfig
 from refvl.families import read_config
 from refvl.serving.linear import times_as_fast
@@ -96,24 +95,3 @@ def test_trees_are_compared_row_by_row_in_turns():
         "row": "a", "abc ms": 2000, "this tree ms": 3000, "ratio to abc": 1.5, "ratio of the least to abc": 2.0,
     }  # fmt: skip
     assert asked[6:] == [new, old, old, new, new, old, old, new]
-
-
-def test_a_tree_s_rows_are_those_of_its_benchmarks(small, monkeypatch):
-    """Every call of a small group runs; the groups are built when they are asked for."""
-    monkeypatch.setattr(performance, "side_by_side", performance.side_by_side)  # `groups_of_tree` replaces it
-    monkeypatch.setattr(tower, "INPUTS", {"cpu": {"84 px": [(1, 6, 6)]}})
-    groups = against.groups_of_tree()
-    assert [*groups][-7:] == ["linear", "towers", "gains", "pixels", "decode", "evs", "stages"]
-    rows = groups["tower: Qwen2.5-VL, tiny"]() | groups["linear"]() | groups["gains"]()
-    assert [*rows] == [
-        *(f"tower: Qwen2.5-VL, tiny, 84 px: {what}" for what in ("refvl", "plan", "forward", "attention")),
-        *(f"linear: 8: {way}" for way in ("torch", "onednn", "bfloat16")),
-        *(f"gains: prefill of 16 tokens: {way}" for way in ("torch", "onednn")),
-    ]
-    assert all(against.least_seconds(call) > 0 for call in rows.values())
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "cuda:-1", "tpu", "cuda:"])
-def test_other_devices_are_refused(device):
-    with pytest.raises(ValueError, match="device: expected"):
-        resolve_device(device)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint_factory import glm_config, make_glm_checkpoint
+from checkpoint_factory import glm_config
 from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil
 
 import refvl
@@ -16,7 +16,6 @@ from refvl.pixels.by_hand import count_tokens, patchify_image
 from refvl.pixels.media import load_image
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
 from refvl.pixels.patch_configs import smart_resize_video as smart_resize
-from refvl.pixels.patches import PatchConfig
 from refvl.study.costs import describe, frames_that_fit, image_size_with_most_features
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())["most_features"]
@@ -59,29 +58,6 @@ def test_sized_as_they_are_padded_more_frames_fit_where_an_odd_clip_was_in_the_w
     assert [count_tokens(*side, vllm, frames) for frames in (2, 3, 4)] == [29929, 39762, 29768]
     assert [count_tokens(*side, clip, frames) for frames in (2, 3, 4)] == [29929, 29768, 29768]
     assert frames_that_fit(32768, side, vllm) == 2 and frames_that_fit(32768, side, clip) == 600
-
-
-@pytest.mark.parametrize("config", [PatchConfig(), Glm4vPatchConfig(), GlmgaPatchConfig(), image_config(SEED[0])])
-def test_no_picture_takes_more_tokens(config):
-    """Over many sizes; the bound is met by a picture whose sides divide the budget."""
-    counts = [count_tokens(3000 * r, 3000 * (8 - r), config) for r in range(1, 8)]
-    assert max(counts) <= config.max_image_tokens
-    height, width = 28 * 30, 28 * (config.max_image_tokens // 30)
-    assert count_tokens(height, width, config) == config.max_image_tokens // 30 * 30
-
-
-@pytest.mark.parametrize(("model_type", "tokens"), [("qwen2_5_vl", 18), ("glm4v", 9), ("glmga", 9)])
-def test_a_picture_counts_as_two_frames(model_type, tokens):
-    """By hand: 2 * 84 * 84 px are 18 tokens of Qwen's, and 9 of GLM's, which counts a picture as two frames."""
-    config = {"qwen2_5_vl": PatchConfig, "glm4v": Glm4vPatchConfig, "glmga": GlmgaPatchConfig}[model_type]
-    assert config(min_pixels=1, max_pixels=2 * 84**2).max_image_tokens == tokens
-
-
-def test_inferred_graphs_start_at_the_largest_picture(tmp_path):
-    """By hand: the checkpoint's 2 * 112 * 112 px are 16 tokens, as a picture is two frames."""
-    folder = make_glm_checkpoint(tmp_path, "glm4v", "Glm4vProcessor")
-    vlm = refvl.load(folder, device="cpu", progress=False, graphs={"max_frames": 1, "max_items": 1})
-    assert vlm.graphs.limits[""].budgets[0] == 16
 
 
 @pytest.mark.parametrize("photo", ["coffee", "rocket"])

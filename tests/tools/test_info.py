@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checkpoint_factory import glm_config, make_checkpoint
 from PIL import Image
 from random_models import random_model
 from torch.utils._pytree import tree_leaves
@@ -100,16 +99,6 @@ def test_released_files_give_what_transformers_makes_of_them(folder):
         assert plan.layout == tuple(grid) and plan.tokens == grid[1] * grid[2] // 4
 
 
-def test_where_a_release_is_not_known_info_says_so():
-    known = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    for name in sorted(path.stem for path in CONFIGS.glob("*.json")):
-        vlm = planner(CONFIGS / f"{name}.json")
-        counts_pixels = vlm.family.name.startswith(("Qwen", "GLM", "MiniCPM-V 4.6", "MiniCPM-V 4.7"))
-        # the configs of the others say how they cut
-        row = describe(vlm)["largest square image"]
-        assert ("assumed" in row) == vlm.processor.assumed == (counts_pixels and name not in known), name
-
-
 @pytest.mark.parametrize("name", sorted(FOLDERS.values()))
 def test_a_folder_and_its_own_config_agree(name, scene=DATA / "pictures" / "rocket.jpg"):
     rows = []
@@ -118,17 +107,6 @@ def test_a_folder_and_its_own_config_agree(name, scene=DATA / "pictures" / "rock
         rows.append(describe(vlm, vlm.processor.decode(vlm.processor.messages("", [scene]))))
     assert rows[0] == rows[1]
     assert "assumed" not in str(rows)
-
-
-def test_a_folder_without_a_tokenizer_keeps_its_limits(tmp_path):
-    """Weights beside a preprocessor file alone: the limits are the file's, and only prompts are refused."""
-    folder = make_checkpoint(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).unlink()
-    vlm, whole = refvl.load(folder, progress=False), make_checkpoint(tmp_path / "whole")
-    assert vlm.processor.image_config == refvl.load(whole, progress=False).processor.image_config
-    with pytest.raises(ValueError, match="has no tokenizer; load a checkpoint folder"):
-        vlm.chat("Hi")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -165,11 +143,6 @@ def cli_model(name: str):
     vlm = refvl.load(TINY / name, weights="random", device="meta", dtype="bfloat16")
     set_pixel_limits(vlm.processor, max_pixels=60_000, min_pixels=20_000)
     return vlm
-
-
-def test_a_number_of_frames_is_taken(info):
-    _, out, _ = info(TINY / "tiny-qwen2_5_vl", "--video", CLIP, "--num-frames", 6, "--json")
-    assert json.loads(out)["media"][0]["size"] == "6 frames of 320 x 180 px"
 
 
 def test_a_small_picture_is_enlarged_and_the_step_says_so():
@@ -267,25 +240,6 @@ def test_every_key_of_the_table_counts_where_it_says(row, tmp_path):
     if row.medium == "image" and row.families in UPSTREAM:
         theirs = UPSTREAM[row.families].from_pretrained(folder)(images=[Image.open(PHOTO)], return_tensors="pt")
         assert theirs["image_grid_thw"].prod() // 4 == after
-
-
-@pytest.mark.parametrize(
-    "row", [r for r in LIMIT_KEYS if r.families in UPSTREAM], ids=lambda r: f"{r.families} {r.key}"
-)
-def test_in_config_json_no_limit_on_pixels_counts(row, tmp_path):
-    folder = copy_of(row.families, tmp_path)
-    media = {"images": [PHOTO]} if row.medium == "image" else {"videos": [CLIP]}
-    counts = []
-    for _ in range(2):
-        vlm = planner(folder)
-        counts.append(plan_media(vlm, vlm.processor.decode(vlm.processor.messages("", **media))[0]).tokens)
-        edit(folder / "config.json", row.key, CHANGED[row.key])
-    assert counts[0] == counts[1]
-
-
-def test_a_config_that_is_no_file_is_planned_with_defaults():
-    vlm = planner(glm_config("glm4v"))
-    assert vlm.processor.assumed and "(assumed: no file sets the limits)" in describe(vlm)["largest square image"]
 
 
 def test_layers_of_linear_attention_keep_no_keys():
