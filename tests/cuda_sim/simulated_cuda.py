@@ -203,7 +203,6 @@ class Capture:
     mode: str
     calls: list[Call] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
-    broken: str = ""
 
 
 class Machine:
@@ -234,12 +233,8 @@ class Machine:
             warnings.warn(message, stacklevel=2)
 
     def refuse_in_capture(self, what: str) -> None:
-        if (capture := self.capture) is None:
-            return
-        if capture.thread == threading.get_ident():
+        if self.capture is not None and self.capture.thread == threading.get_ident():
             raise CudaError(f"{what}: operation not permitted when stream is capturing")
-        if capture.mode == "global":  # what another thread does invalidates it
-            capture.broken = what
 
     def copy(self, source: Tensor, target: Tensor | None, to_device: bool, non_blocking: bool) -> str:
         """Count a copy between host and device; one on the device is a kernel like any other. target: None for new.
@@ -422,8 +417,6 @@ class Machine:
                 yield
             finally:
                 self.capture = None
-        if capture.broken:
-            raise CudaError(f"operation failed due to a previous error during capture ({capture.broken})")
         graph.finish(capture, self)
 
     def pool_handle(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from simulated_cuda import simulated_cuda
 
 import refvl
 from refvl.attention import available_backends, cumulative_lengths, varlen_attention
-from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
 from refvl.paths import DATA
@@ -89,16 +88,6 @@ def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
             assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_model_loads_onto_the_current_gpu(device):
-    """transformers copies weights in threads of its own, whose current GPU is the first."""
-    with simulated_cuda(devices=2):
-        torch.cuda.set_device(1)
-        vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, progress=False)
-        for half in (vlm.encoder, vlm.language_model):
-            assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
-
-
 def test_no_segments_are_no_work(machine):
     """B7. The kernels refuse them ("batch size must be positive")."""
     q, none = torch.zeros(0, 2, 16).bfloat16().cuda(), cumulative_lengths([]).cuda()
@@ -119,13 +108,6 @@ def test_padding_may_hold_anything(machine):
     assert distance([x.cpu() for x in outputs], case.wanted) < 8 * torch.finfo(torch.bfloat16).eps
     metadata = encoder.plan(case.layouts)
     assert metadata.groups is None and metadata.window_groups is None
-
-
-def test_step3_s_convolutions_keep_their_weights_as_their_input_lies():
-    """C4. Oracle: torch's own word for it."""
-    encoder = Step3VisionEncoder(Step3VisionConfig.tiny())
-    for convolution in (encoder.vit_downsampler, encoder.vit_downsampler2):
-        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(("dtype", "waits"), [(torch.bfloat16, 0), (torch.float32, 1)], ids=str)

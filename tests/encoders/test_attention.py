@@ -1,14 +1,11 @@
 """Every attention backend against one slow formula: N x N scores in float64, masked to the segments."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from refvl.attention import (
     BACKENDS,
@@ -21,7 +18,7 @@ from refvl.attention import (
 )
 from refvl.encoders.resampler import group_segment_pairs
 
-HEAD_SIZES = (64, 72, 80, 128)
+HEAD_SIZES = (72, 128)
 SEGMENTS = {
     "one token": [1],
     "one segment": [37],
@@ -89,18 +86,6 @@ def test_any_lengths_with_and_without_the_plan_s_groups(lengths, seed):
     assert_exact(out, slow_attention(q, k, v, lengths), v, max(lengths))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 9), max_size=12))
-def test_groups_hold_every_token_once(lengths):
-    """Each group is (segments, length): rows of consecutive tokens that start where a segment starts."""
-    cu_seqlens = cumulative(lengths)
-    groups = group_segments(cu_seqlens)
-    assert sorted(group.shape[1] for group in groups) == sorted(set(lengths) - {0})
-    rows = sorted((row.tolist() for group in groups for row in group), key=lambda row: row[0])
-    bounds = cu_seqlens.tolist()
-    assert rows == [list(range(a, b)) for a, b in pairwise(bounds) if a < b]
-
-
 PAIRS = {  # queries and keys per segment
     "one segment": [(4, 37)],
     "equal sets": [(6, 16)] * 5,
@@ -149,57 +134,6 @@ def test_cross_attention_equals_the_slow_formula(name, head_size):
                 check_cross_parity(backend, PAIRS[name], head_size, dtype, "cpu", padding)
 
 
-def test_cross_attention_of_equal_segments_is_self_attention():
-    """Oracle: `varlen_attention` of the same lengths, bit for bit."""
-    q, k, v = random_qkv(21, 2, 8)
-    cu = cumulative([9, 3, 9])
-    for backend in ("sdpa", "masked"):
-        got = cross_attention(q, k, v, cu, cu, 9, 9, backend)
-        assert torch.equal(got, varlen_attention(q, k, v, cu, 9, backend=backend))
-
-
-def test_an_unknown_backend_is_named():
-    q, k, v = random_qkv(6, 2, 8)
-    cu = cumulative([6])
-    with pytest.raises(ValueError, match="backend: expected one of"):
-        cross_attention(q, k, v, cu, cu, 6, 6, "auto")
-
-
-class CountSdpa(TorchFunctionMode):
-    """Counts the calls of SDPA and notes the masks."""
-
-    def __init__(self):
-        super().__init__()
-        self.masks = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            self.masks.append(args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask"))
-        return function(*args, **(kwargs or {}))
-
-
-def test_one_call_per_distinct_length_and_no_mask():
-    """200 windows of 3 lengths are 3 SDPA calls: no loop over windows, no N x N mask."""
-    lengths = [16, 16, 8, 4] * 50
-    q, k, v = random_qkv(sum(lengths), 1, 8)
-    with CountSdpa() as calls:
-        varlen_attention(q, k, v, cumulative(lengths), 16, backend="sdpa")
-    assert calls.masks == [None] * 3
-
-
-@pytest.mark.parametrize("lengths", [[6], [4, 4, 4], [5, 0, 7]])
-def test_rows_behind_the_last_segment_are_zero_and_reach_nothing(lengths):
-    """Padding that holds NaN changes no valid row and comes out as zero."""
-    n = sum(lengths)
-    q, k, v = random_qkv(n + 5, 2, 8)
-    for x in (q, k, v):
-        x[n:] = float("nan")
-    for backend in available_backends("cpu", q.dtype):
-        out = varlen_attention(q, k, v, cumulative([*lengths, 0, 0]), 16, backend=backend)
-        assert_exact(out[:n], slow_attention(q, k, v, lengths), v, max(lengths))
-        assert torch.equal(out[n:], torch.zeros(5, 2, 8))
-
-
 SPOILED = [(torch.float32, float("nan")), (torch.float16, float("inf")), (torch.float32, 3e38)]
 
 
@@ -232,16 +166,10 @@ def test_no_tokens():
     assert varlen_attention(q, k, v, cumulative([]), 0, backend="sdpa").shape == (0, 2, 8)
 
 
-def test_what_is_available():
-    """sdpa runs everywhere and is the first choice wherever the kernels for half precision on CUDA cannot run."""
+def test_auto_takes_the_first_that_is_available_and_a_request_wins():
+    """sdpa is the first choice wherever the kernel for half precision on CUDA cannot run."""
     for device, dtype in [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]:
-        assert available_backends(device, dtype)[0] == "sdpa"
-        assert "varlen" not in available_backends(device, dtype)
-    assert "sdpa" in available_backends("cuda", torch.bfloat16)
-    assert set(available_backends("cuda", torch.bfloat16)) <= set(BACKENDS)
-
-
-def test_auto_takes_the_first_and_an_explicit_request_wins():
+        assert available_backends(device, dtype) == ["sdpa", "masked"]
     assert choose_backend("auto", "cpu", torch.float32) == "sdpa"
     available = available_backends("cuda:0", torch.float16)
     assert choose_backend("auto", "cuda:0", torch.float16) == available[0]
@@ -265,12 +193,8 @@ def test_wrong_arguments_are_named():
     q, k, v = random_qkv(4, 2, 8)
     with pytest.raises(ValueError, match=r"backend: expected one of .* got 'auto'"):
         varlen_attention(q, k, v, cumulative([4]), 4, backend="auto")
-    with pytest.raises(ValueError, match=r"q_NHK: expected 3 dimensions \(N, H, K\), got shape \(4, 16\)"):
-        varlen_attention(q.flatten(1), k, v, cumulative([4]), 4, backend="sdpa")
     with pytest.raises(ValueError, match="k_NHK: dimension 1 must be 2, got 1"):
         varlen_attention(q, k[:, :1], v, cumulative([4]), 4, backend="sdpa")
-    with pytest.raises(ValueError, match="v_NHK: dimension 0 must be 4, got 3"):
-        varlen_attention(q, k, v[:3], cumulative([4]), 4, backend="sdpa")
 
 
 # --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------

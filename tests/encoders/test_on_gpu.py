@@ -34,15 +34,6 @@ def test_rotation_in_two_kernels(dtype, grad):
         assert torch.allclose(x.grad.double(), 2 * x.detach().double(), rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
-def test_rotation_in_two_kernels_compiles_without_a_break():
-    """Oracle: the same, uncompiled."""
-    cos, sin = vision_rotary_cos_sin([GRID], head_dim=16)
-    x, factors = torch.randn(48, 3, 16).bfloat16(), rotary_matrices(cos, sin)
-    with torch.inference_mode():
-        compiled = torch.compile(rotate_by_matrices, backend="aot_eager", fullgraph=True, dynamic=True)
-        assert torch.equal(compiled(x, factors), rotate_by_matrices(x, factors))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     lengths: Tensor

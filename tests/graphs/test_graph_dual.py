@@ -1,7 +1,6 @@
 """Graphs of two paths: whatever each one packs, replays or runs eagerly, the outputs are those of the eager encoder."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -102,19 +101,6 @@ def test_inferred_budgets_equal_golden(case):
         assert min(limits.max_items for limits in manager.limits.values()) == case["max_batch_size"]
 
 
-def test_small_squares_get_graphs_of_at_most_64_squares(encoder):
-    """Oracle: by hand: budgets double from one square up to 64 of them, and every square is a frame of its own."""
-    manager = EncoderGraphManager(encoder, backend="trace")
-    for name, path in encoder.paths.items():
-        limits = manager.limits[name]
-        assert 64 * path.tokens < 4096
-        assert limits.budgets == tuple(path.tokens * 2**i for i in range(7))
-        assert limits.max_frames == 64
-
-
-# --- replay equals eager ----------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=20)
 @given(
     layouts=st.lists(crops, max_size=7),
@@ -161,9 +147,6 @@ def test_statistics_are_those_counted_by_hand(encoder):
     assert (both.hits, both.misses, both.hit_rate, both.padding_waste) == (4, 1, 4 / 5, 1 - 14 / 19)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 class ReadsBack(Step3VisionEncoder):
     """Looks at the pixels of overviews, as no captured encoder may."""
 
@@ -190,12 +173,6 @@ def test_when_one_path_cannot_be_captured_no_graph_is_kept():
 def test_limits_that_contradict_each_other(encoder, options, message):
     with pytest.raises(ValueError, match=message):
         new_manager(encoder, **options)
-
-
-def test_a_path_takes_squares_of_its_own_size_only(encoder):
-    local = encoder.paths["local"]
-    assert local.item_size((3, 4, 4)) == (48, 3, 3)
-    assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
 
 
 def test_a_trace_says_what_ran_on_each_path():

@@ -107,11 +107,8 @@ def test_a_refused_capture_leaves_nothing_and_the_graph_is_usable():
     with pytest.raises(CaptureError, match="item"):
         graph.capture(lambda: (x * 2 + 1).sum().item())
     assert graph.operations == []
-    with pytest.raises(CaptureError, match="nothing has been captured"):
-        graph.replay()
     assert graph.capture(lambda: x + 1).tolist() == [2, 2, 2]
-    assert len(graph.operations) == 1
-    assert X[MASK].tolist() == [3, 4, 5, 6]  # and nothing is refused outside
+    assert X[MASK].tolist() == [3, 4, 5, 6]  # nothing is refused outside
 
 
 def test_a_graph_holds_one_capture_and_replays_only_then():
@@ -175,16 +172,6 @@ def test_python_runs_once():
     assert calls == [0]
 
 
-def test_a_buffer_that_is_rebound_instead_of_filled_is_stale():
-    held = {"x": torch.ones(2)}
-    graph = recorded(lambda: held["x"] + 1)
-    original = held["x"]
-    held["x"] = torch.full((2,), 9.0)
-    assert graph.replay().tolist() == [2, 2]
-    original.copy_(held["x"])
-    assert graph.replay().tolist() == [10, 10]
-
-
 def test_a_tensor_made_from_python_numbers_is_frozen():
     numbers, x = [1.0, 2.0], torch.zeros(2)
     graph = recorded(lambda: x + torch.tensor(numbers))
@@ -227,17 +214,6 @@ def test_a_cast_is_a_view_or_a_copy(dtype):
     x.fill_(5)
     assert graph.replay().tolist() == [5, 5, 5]
     assert len(graph.operations) == (0 if dtype == x.dtype else 1)
-
-
-def test_random_numbers_are_drawn_at_every_replay():
-    """As CUDA graphs do with their generator."""
-    x = torch.zeros(1000)
-    graph = recorded(lambda: x + torch.rand(1000))
-    torch.manual_seed(0)
-    first, second = graph.replay().clone(), graph.replay().clone()
-    torch.manual_seed(0)
-    assert torch.equal(first, torch.rand(1000))
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

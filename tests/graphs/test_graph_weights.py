@@ -46,11 +46,6 @@ def assign(encoder, family):
     encoder.load_state_dict(other_weights(family, encoder), assign=True)
 
 
-def move_and_edit(encoder, family):
-    encoder.double().float()
-    edit_in_place(encoder, family)
-
-
 def change_the_dtype(encoder, family):
     encoder.double()
 
@@ -61,7 +56,7 @@ def replace_a_module(encoder, family):
         setattr(encoder, name, getattr(other, name))
 
 
-CHANGES = [load, edit_in_place, edit_the_data, assign, move_and_edit, change_the_dtype, replace_a_module]
+CHANGES = [load, edit_in_place, edit_the_data, assign, change_the_dtype, replace_a_module]
 
 
 def check(encoder, manager, fresh, layouts):
