@@ -69,7 +69,7 @@ test-slow: $(STAMP) ## the tests that take minutes
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py
 
-test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (ALL=1 also runs every notebook; RECORD=1 saves timings and screenshots)
+test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (ALL=1 also runs every notebook; RECORD=1 saves screenshots)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) -c constraints.txt -e '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/browser
 

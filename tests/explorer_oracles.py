@@ -20,7 +20,14 @@ from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
-from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
+from refvl.positions import (
+    canvas_positions,
+    compute_retention_mask,
+    get_mrope_input_positions,
+    get_window_index,
+    merge_block_coordinates,
+    restrict_positions,
+)
 from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
 from refvl.study.costs import encoder_activation_bytes, encoder_operations, kv_cache_bytes_per_token, plan_media
@@ -28,6 +35,7 @@ from refvl.study.stale import replay_stale
 from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
+from refvl.viz.explorers.rules import MARKS, RULES, prompt_of
 from refvl.viz.explorers.slices import fit
 from refvl.viz.patches import with_token_budget
 
@@ -203,88 +211,30 @@ def positions(explorer, state: tuple) -> dict:
 
 
 def rules(explorer, state: tuple) -> dict:
-    """The four rules read piece by piece."""
+    """Each family's prompt, read by the rule that `refvl.positions` has for it."""
     cut, frames, pruned = state
     plan = plan_slices(768, 512, SliceConfig(scale_resolution=168, patch_size=14, multiple=4, max_slice_nums=cut))
-    grid = columns, _ = plan.grid or (0, 0)
+    grid = plan.grid or (0, 0)
     sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
-    image = sum(h * w for h, w in sizes)
-    half = explorer.kept(frames, 0.5).tolist()
-    assert sum(half) == 3 * frames and all(half[:6])  # the first frame is never pruned
-    kept = [True] * image + (half if pruned == "half" else [True] * (6 * frames))
-
-    laid = [
-        _by_items(sizes, columns, [frames]), _by_items(sizes, columns, [1] * frames, before=4),
-        _on_canvas(sizes, grid, frames), _like_plain_text(sizes, columns, frames, kept),
-    ]  # fmt: skip
+    half = explorer.kept(frames, 0.5)
+    assert int(half.sum()) == 3 * frames and bool(half[:6].all())  # the first frame is never pruned
+    video = half if pruned == "half" else half | True
+    kept = torch.cat([torch.ones(sum(h * w for h, w in sizes), dtype=torch.bool), video])
     found = []
-    for media, text, end in laid:
-        positions = np.array([p if k else (-1,) * 3 for p, k in zip(media, kept, strict=True)]).T
-        found.append({"positions": positions, "text": np.array(text).T, "end": end})
-    return {"sizes": sizes, "grid": grid, "frame": (2, 3), "kept": np.array(kept), "rules": found}
-
-
-def _words(text: list, follows: int, count: int) -> int:
-    """Text from `follows` on, the same on all axes; where the next piece stands."""
-    text += [(follows + i,) * 3 for i in range(count)]
-    return follows + count
-
-
-def _by_items(sizes: list, columns: int, videos: list[int], before: int = 1) -> tuple[list, list, int]:
-    """Qwen's rules: each slice and each video follows what was before it. videos: their steps, each after `before`."""
-    media, text = [], []
-    follows = _words(text, 0, 3)
-    for k, (h, w) in enumerate(sizes):
-        follows = _words(text, follows, 1 + (k > 1 and (k - 1) % columns == 0))
-        media += [(follows, follows + r, follows + c) for r in range(h) for c in range(w)]
-        follows = _words(text, follows + max(h, w), 1)
-    follows = _words(text, follows, 3)
-    for steps in videos:
-        follows = _words(text, follows, before)
-        times = [2 * t for t in range(steps)]
-        media += [(follows + t, follows + r, follows + c) for t in times for r in range(2) for c in range(3)]
-        follows = _words(text, follows + max(3, times[-1] + 1), 1)
-    return media, text, _words(text, follows, 3)
-
-
-def _on_canvas(sizes: list, grid: tuple, frames: int) -> tuple[list, list, int]:
-    """MiniCPM-V 4.7's rule: an overview is stretched over its slices, and separators stand at the corners."""
-    media, text = [], []
-    follows = _words(text, 0, 3)
-    for pieces in (sizes, *[[(2, 3)]] * frames):
-        (h, w), slices, at = pieces[0], pieces[1:], follows
-        high, wide = (grid[1] * slices[0][0], grid[0] * slices[0][1]) if slices else (h, w)
-        down = [round(i * (high - 1) / max(h - 1, 1)) for i in range(h)]
-        right = [round(i * (wide - 1) / max(w - 1, 1)) for i in range(w)]
-        text.append((at, at - 1, at - 1))
-        media += [(at, at + r, at + c) for r in down for c in right]
-        text.append((at, at + high, at + wide))
-        for k, size in enumerate(slices):
-            y, x = at + k // grid[0] * size[0], at + k % grid[0] * size[1]
-            if k and k % grid[0] == 0:
-                text.append((at, y - 1, at + wide))
-            text.append((at, y, x))
-            media += [(at, y + r, x + c) for r in range(size[0]) for c in range(size[1])]
-            text.append((at, y + size[0] - 1, x + size[1] - 1))
-        follows += max(high, wide) + 1
-        follows = _words(text, follows, 3) if pieces is sizes else follows
-    return media, text, _words(text, follows, 3)
-
-
-def _like_plain_text(sizes: list, columns: int, frames: int, kept: list[bool]) -> tuple[list, list, int]:
-    """One position a token: what stands before it in the prompt of Qwen2.5-VL, less what is pruned."""
-    order = [0] * 3
-    for k, (h, w) in enumerate(sizes):
-        order += [0] * (1 + (k > 1 and (k - 1) % columns == 0)) + [1] * (h * w) + [0]
-    order += [0] * 4 + [1] * (6 * frames) + [0] * 4
-    stays, media, text, follows = iter(kept), [], [], 0
-    for is_media in order:
-        if is_media and not next(stays):
-            media.append((-1,) * 3)
-            continue
-        (media if is_media else text).append((follows,) * 3)
-        follows += 1
-    return media, text, follows
+    for name in RULES:
+        prompt = prompt_of(name, sizes, grid[0], frames)
+        is_media = torch.tensor([any(0 <= i - s.offset < s.num_tokens for s in prompt.spans)
+                                 for i in range(len(prompt.ids))])  # fmt: skip
+        stays = is_media.clone().masked_scatter(is_media, kept) | ~is_media
+        if name == "like plain text":
+            positions = (stays.cumsum(0) - 1).expand(3, -1)
+        elif name == "MiniCPM-V 4.7":
+            positions = canvas_positions(torch.tensor(prompt.ids), prompt.spans, MARKS)
+        else:
+            positions, _ = get_mrope_input_positions(len(prompt.ids), prompt.spans)
+        media = positions[:, is_media].where(kept, torch.tensor(-1))
+        found.append({"positions": media, "text": positions[:, ~is_media], "end": positions[:, -1].max() + 1})
+    return {"sizes": sizes, "grid": grid, "frame": (2, 3), "kept": kept, "rules": found}
 
 
 def mrope(explorer, state: tuple) -> dict:

@@ -36,10 +36,7 @@ def plot_attention(
         for (row, column), weight in np.ndenumerate(weights):
             ax.text(column + 0.5, row + 0.5, f"{weight:.0%}", ha="center", va="center", fontsize=9,
                     bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1})  # fmt: skip
-    if segments_HW is not None:
-        ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2.5), autolim=False)
-    if patch is not None:
-        ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor=HIGHLIGHT, linewidth=3))
+    _mark(ax, segments_HW, patch)
     return ax
 
 
@@ -50,11 +47,16 @@ def plot_states(
     rows, columns, _ = np.shape(colors_HW3)
     ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))
     ax.imshow(colors_HW3, extent=(0, columns, rows, 0), interpolation="nearest")
+    _mark(ax, segments_HW, patch)
+    return ax
+
+
+def _mark(ax: Axes, segments_HW, patch: tuple[int, int] | None) -> None:
+    """Draw lines between segments, and frame a patch."""
     if segments_HW is not None:
-        ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2), autolim=False)
+        ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2.5), autolim=False)
     if patch is not None:
         ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor=HIGHLIGHT, linewidth=3))
-    return ax
 
 
 def borders(segments_HW) -> list[list[tuple[int, int]]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from refvl.checks import Grid, check_shape
 from refvl.positions import MediaSpan, restrict_positions
-from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
+from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens, strip_of_axes
 from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new
 
 _COVER = 0.86  # opacity of the cover over a pruned token
@@ -65,16 +65,10 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
 
 
 def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
-    """Return `count` Axes in reading order, `columns` per row, for images with this ratio; remove unused ones."""
-    if ax is not None:
-        return grid_of_axes(ax, 1, count, (1, 1))[0]
+    """Return `count` Axes, `columns` per row, for images with this ratio."""
     columns = min(columns, count)
-    rows = -(-count // columns)
     width = min(2.2, 11 / columns)
-    axes = grid_of_axes(None, rows, columns, (columns * width, rows * (width * height_to_width + 0.3) + 0.35)).flatten()
-    for unused in axes[count:]:
-        unused.remove()
-    return axes[:count]
+    return strip_of_axes(ax, count, columns, (width, width * height_to_width + 0.3), margin=0.35)
 
 
 def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:

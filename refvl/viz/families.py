@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on
+from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on, stage_bars
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
@@ -77,17 +77,9 @@ def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]]
 def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw a bar per family with the stages of its run end to end, in milliseconds."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(traces) + 1.4))
-    stages = list(dict.fromkeys(stage for trace in traces.values() for stage in trace.seconds))
-    left = np.zeros(len(traces))
-    for stage, color in zip(stages, STAGE_COLORS, strict=False):
-        widths = np.array([trace.seconds.get(stage, 0.0) * 1e3 for trace in traces.values()])
-        ax.barh(list(traces), widths, left=left, color=color, label=stage)
-        left += widths
-    ax.invert_yaxis()
-    ax.set(xlabel="milliseconds", title=title)
+    stage_bars(ax, {name: trace.seconds for name, trace in traces.items()}, title=title)
     below = (0.5, -1.3 / len(traces))
-    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=below, frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(fontsize=8, ncols=len(STAGE_COLORS), loc="upper center", bbox_to_anchor=below, frameon=False)
     return ax
 
 

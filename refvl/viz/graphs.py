@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
 from refvl.study.costs import launch_timeline
-from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
+from refvl.viz.positions import grid_of_axes, strip_of_axes
+from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, numbered_bar
 from refvl.viz.windows import sequence_colors
 
 _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
@@ -88,7 +88,7 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
     """
     rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
     names = [name for name in rules if isinstance(getattr(buffers, name), Tensor)] if names is None else list(names)
-    panels = _panels(ax, len(names))
+    panels = strip_of_axes(ax, len(names), 2, (5.2, 2.1))
     for panel, name in zip(panels, names, strict=True):
         buffer, count = getattr(buffers, name).cpu(), len(getattr(planned, name))
         _draw_buffer(panel, buffer)
@@ -96,17 +96,6 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
         panel.set_xlim(-0.5, len(buffer) - 0.5)
         panel.set_title(f"{name}: {count} of {len(buffer)} filled, padding: {rules[name]}", fontsize=9)
     return panels
-
-
-def _panels(ax, count: int) -> np.ndarray:
-    """Return `count` Axes: the given ones, or new ones, two per row."""
-    if ax is not None:
-        return grid_of_axes(ax, 1, count, (1, 1))[0]
-    rows, columns = -(-count // 2), min(2, count)
-    panels = grid_of_axes(None, rows, columns, (5.2 * columns, 2.1 * rows)).flatten()
-    for unused in panels[count:]:
-        unused.remove()
-    return panels[:count]
 
 
 def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
@@ -139,10 +128,7 @@ def plot_packing(
     for row, (batch, total, end) in enumerate(zip(batches, tokens, ends, strict=True)):
         left = 0
         for i in batch.indices:
-            ax.barh(row, output_tokens[i], left=left, color=colors[i], edgecolor="white", height=0.7)
-            if output_tokens[i] >= 0.02 * widest:
-                ink = ink_on(colors[i])
-                ax.text(left + output_tokens[i] / 2, row, str(i), color=ink, size=8, ha="center", va="center")
+            numbered_bar(ax, row, left, output_tokens[i], i, colors[i], widest=widest)
             left += output_tokens[i]
         if batch.budget is not None:
             ax.barh(row, batch.budget - total, left=total, height=0.7, **UNUSED)

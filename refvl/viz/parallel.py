@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import STAGE_COLORS, UNUSED, axes_or_new, ink_on
+from refvl.viz.style import STAGE_COLORS, UNUSED, axes_or_new, numbered_bar
 from refvl.viz.windows import sequence_colors
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
@@ -30,7 +30,7 @@ def plot_assignment(
         left = 0
         for _ in range(count):
             i = next(items)
-            _draw_item(ax, rank, left, sizes[i], i, colors[i], longest)
+            numbered_bar(ax, rank, left, sizes[i], i, colors[i], widest=longest)
             left += sizes[i]
         ax.barh(rank, longest - load, left=load, height=0.7, **UNUSED)
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
@@ -41,12 +41,6 @@ def plot_assignment(
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
-
-
-def _draw_item(ax: Axes, row: float, left: float, size: float, number: int, color, widest: float) -> None:
-    ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
-    if size >= 0.03 * widest:
-        ax.text(left + size / 2, row, str(number), color=ink_on(color), size=8, ha="center", va="center")
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -63,14 +57,14 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
     for rank, ids in enumerate(own):
         left = rank * longest
         for i in ids:
-            _draw_item(ax, 0, left, tokens[i], i, colors[i], total)
+            numbered_bar(ax, 0, left, tokens[i], i, colors[i], widest=total)
             left += tokens[i]
         ax.barh(0, (rank + 1) * longest - left, left=left, height=0.7, **UNUSED)
         ax.barh(0, longest, left=rank * longest, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
         ax.text((rank + 0.5) * longest, -0.47, f"rank {rank}", size=8, ha="center")
     left = 0
     for i, count in enumerate(tokens):
-        _draw_item(ax, 1.1, left, count, i, colors[i], total)
+        numbered_bar(ax, 1.1, left, count, i, colors[i], widest=total)
         left += count
     ax.set_yticks([0, 1.1], ["gathered", "returned"])
     ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, max(total, ax.get_xlim()[1])), ylim=(1.6, -0.75))

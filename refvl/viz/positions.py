@@ -41,6 +41,20 @@ def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], labe
     return given.reshape(rows, columns)
 
 
+def strip_of_axes(ax, count: int, columns: int, size: tuple[float, float], *, margin: float = 0.0) -> np.ndarray:
+    """Return `count` Axes in reading order: the given ones, or new ones, at most `columns` per row.
+
+    size: the width and height of each in inches. margin: added to the height of the figure.
+    """
+    if ax is not None:
+        return grid_of_axes(ax, 1, count, (1, 1))[0]
+    rows, columns = -(-count // columns), min(columns, count)
+    axes = grid_of_axes(None, rows, columns, (columns * size[0], rows * size[1] + margin)).flatten()
+    for unused in axes[count:]:
+        unused.remove()
+    return axes[:count]
+
+
 def axis_cmap(axis: str) -> LinearSegmentedColormap:
     """Return a colour map from white to the colour of one position axis: "t", "h" or "w"."""
     return LinearSegmentedColormap.from_list(axis, ["#ffffff", AXIS_COLORS[axis]])

@@ -17,7 +17,7 @@ from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on, numbered_bar
 from refvl.viz.windows import sequence_colors
 
 _PREVIEW = 480  # pixels per side, enough for a figure
@@ -137,9 +137,7 @@ def plot_path_timeline(
         lane, length, left = paths.index(batch.path), batch.budget or batch.tokens, start
         for i in batch.indices:
             tokens = path_tokens[i][batch.path]
-            ax.barh(lane, tokens, left=left, color=colors[i], edgecolor="white", linewidth=0.5, height=0.7)
-            if tokens >= 0.012 * whole:
-                ax.text(left + tokens / 2, lane, str(i), color=ink_on(colors[i]), size=7, ha="center", va="center")
+            numbered_bar(ax, lane, left, tokens, i, colors[i], widest=whole)
             left += tokens
         if batch.budget is not None:
             ax.barh(lane, start + length - left, left=left, height=0.7, **UNUSED)

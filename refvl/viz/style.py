@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -119,6 +120,26 @@ def _png(picture: Image.Image) -> bytes:
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:
     """Return `ax` itself, or the axes of a new figure with constrained layout."""
     return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
+
+
+def numbered_bar(ax: Axes, row: float, left: float, size: float, number: object, color, *, widest: float) -> None:
+    """Draw a bar with a number in it, which is left out of a bar much shorter than `widest`."""
+    ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
+    if size >= 0.02 * widest:
+        ax.text(left + size / 2, row, str(number), color=ink_on(color), size=8, ha="center", va="center")
+
+
+def stage_bars(ax: Axes, seconds: Mapping[str, Mapping[str, float]], *, title: str) -> None:
+    """Draw a bar per name with its stages end to end, in milliseconds. seconds: {name: {stage: seconds}}."""
+    stages = dict.fromkeys(stage for of_name in seconds.values() for stage in of_name)
+    left = [0.0] * len(seconds)
+    for stage, color in zip(stages, STAGE_COLORS, strict=False):
+        widths = [of_name.get(stage, 0.0) * 1e3 for of_name in seconds.values()]
+        ax.barh(list(seconds), widths, left=left, color=color, label=stage)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    ax.invert_yaxis()
+    ax.set(xlabel="milliseconds", title=title)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5, 5)) -> Axes:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatter
 
-from refvl.viz.style import STAGE_COLORS, axes_or_new
+from refvl.viz.style import STAGE_COLORS, axes_or_new, stage_bars
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
@@ -38,17 +38,8 @@ def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:
 def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     """Draw a bar per question with its stages. rows: `what`, and the `seconds` of each stage."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(rows) + 1.6))
-    stages = list(dict.fromkeys(stage for row in rows for stage in row["seconds"]))
-    names = [row["what"] for row in rows]
-    left = np.zeros(len(rows))
-    for stage, color in zip(stages, STAGE_COLORS, strict=False):
-        milliseconds = [row["seconds"].get(stage, 0.0) * 1e3 for row in rows]
-        ax.barh(names, milliseconds, left=left, color=color, label=stage)
-        left += milliseconds
-    ax.set(xlabel="milliseconds", title="stages of an answer")
-    ax.invert_yaxis()
+    stage_bars(ax, {row["what"]: row["seconds"] for row in rows}, title="stages of an answer")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 

@@ -1,4 +1,4 @@
-"""A Chromium for the tests, a JupyterLab server, and a place for the record and screenshots: outputs/browser/."""
+"""A Chromium for the tests, a JupyterLab server, and a place for screenshots: outputs/browser/."""
 
 import json
 import os
@@ -8,16 +8,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from datetime import date
 from pathlib import Path
 
 import pytest
-from explorers_in import OUT, all_notebooks
+from explorers_in import OUT
 
 from refvl.paths import DATA
-from refvl.viz.explorers.gallery import GALLERY
 
-RECORD = DATA / "measurements" / "explorers_browser.json"
 MINUTES = 60_000  # ms; on a busy machine JupyterLab takes some until it is there
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -32,28 +29,6 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="session")
-def record(chromium):
-    """What each explorer weighs, its milliseconds from an input to the second painted frame, and what ran whole.
-
-    Goals are reported, not asserted. Written to outputs/browser/explorers.json, and with RECORD=1 to
-    data/measurements/explorers_browser.json: `explorers` unless one or a place was left out, `notebooks` if all ran.
-    """
-    found: dict[str, dict] = {"explorers": {}, "notebooks": {}}
-    yield found
-    report = {"date": date.today().isoformat(), "browser": chromium.version, "cores": os.cpu_count()}
-    explorers, ran = found["explorers"], {"notebooks": report | {"ran": found["notebooks"]}}
-    report["load"] = [round(load, 1) for load in os.getloadavg()]  # more than `cores`: times say little
-    report |= {"goals_ms": {"page": 50, "lab": 150}, "explorers": explorers}
-    (OUT / "explorers.json").write_text(json.dumps(report | ran, indent=2) + "\n")
-    if os.environ.get("RECORD") == "1":
-        kept = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-        whole = [name for name, row in explorers.items() if {"page_ms", "lab_ms"} <= row.keys()]
-        kept |= report if len(whole) == len(GALLERY) else {}
-        kept |= ran if len(found["notebooks"]) == len(all_notebooks()) else {}
-        RECORD.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,10 @@ from functools import cache
 from explorer_oracles import assert_agree
 
 from refvl.paths import DATA
-from refvl.viz.explorers import page
 from refvl.viz.explorers.gallery import GALLERY
 
-OUT = DATA.parent / "outputs" / "browser"  # the record and screenshots
+OUT = DATA.parent / "outputs" / "browser"  # screenshots
 NOTEBOOKS = DATA.parent / "notebooks"
-STEPS = 20
 # texts of a page, canvases aside, whose contrast is below 4.5
 CONTRAST = """() => {
   const light = color => {
@@ -34,37 +32,12 @@ CONTRAST = """() => {
   }).filter(([ratio]) => ratio < 4.5);
 }"""
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
-# one step of the slider with the most options, or of the menu if there is none, to and fro; milliseconds until the
-# second frame was painted
-TIMED = """async (root, steps) => {
-  const sliders = [...root.querySelectorAll('input[type=range]')];
-  const last = control => +(control.max ?? control.options.length - 1), times = [];
-  const offered = sliders.length ? sliders : [...root.querySelectorAll('select')];
-  const slider = offered.reduce((a, b) => (last(b) > last(a) ? b : a));
-  for (let i = 0; i < steps; i++) {
-    const start = performance.now();
-    slider.value = +slider.value + (i % 2 || +slider.value === last(slider) ? -1 : 1);
-    slider.dispatchEvent(new Event('input', { bubbles: true }));
-    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-    times.push(performance.now() - start);
-  }
-  return times.sort((a, b) => a - b)[steps >> 1];
-}"""
 
 
 @cache
 def made(name: str):
     """The explorer `name` of the gallery as Python has it."""
     return GALLERY[name]()
-
-
-def keep_time(root, name: str, place: str, record: dict) -> float:
-    """Milliseconds of a step, kept in the record beside what the explorer weighs."""
-    explorer, milliseconds = made(name), root.evaluate(TIMED, STEPS)
-    sizes = {"title": explorer.title, "states": len(explorer.states), "bytes": len(page(explorer).encode())}
-    kept = record["explorers"]
-    kept[name] = kept.get(name, sizes) | {f"{place}_ms": round(milliseconds, 1)}
-    return milliseconds
 
 
 def all_notebooks() -> list[str]:

@@ -36,6 +36,11 @@ def bottom_first(image) -> np.ndarray:
     return np.roll(pixels, 2 * len(pixels) // 3, axis=0)
 
 
+def about(medium, *questions: str) -> dict[str, tuple]:
+    """Return questions about one image or video, each named by itself."""
+    return {question: (question, medium) for question in questions}
+
+
 GALLERY: dict[str, Callable[[], Explorer]] = {
     "windows": lambda: explore.explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
@@ -53,11 +58,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "rules": explore.explore_position_rules,
     "mrope": explore.explore_mrope,
     "attention": lambda: explore.explore_attention(
-        small_model(),
-        {
-            question: (question, SCENE)
-            for question in ("What color is the circle?", "What shape is in the center?", "Where is the square?")
-        },
+        small_model(), about(SCENE, "What color is the circle?", "What shape is in the center?", "Where is the square?")
     ),
     "tower": lambda: explore.explore_tower(
         small_model(),
@@ -75,7 +76,6 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "timeline": explore.explore_timeline,
     "assignment": lambda: explore.explore_assignment(SIZES),
     "evs": lambda: explore.explore_evs(
-        small_model(),
-        {question: (question, CLIP) for question in ("Which way does the circle move?", "What color is the circle?")},
+        small_model(), about(CLIP, "Which way does the circle move?", "What color is the circle?")
     ),
 }
