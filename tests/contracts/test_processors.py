@@ -16,7 +16,8 @@ from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from random_models import HAS_5_23, MAKERS
+from random_models import HAS_5_23, MAKERS, load
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from refvl import families, loading
@@ -391,3 +392,46 @@ def test_values_that_make_no_sense_are_named_with_their_file(parts, change, mess
     (folder / "preprocessor_config.json").write_text(json.dumps(change))
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {message}"):
         families.load_processor(folder, families.read_config(folder))
+
+
+SAMPLED = {  # the frames of a file of 132 frames at 25 per second: as the checkpoint says, and as a message says
+    "Qwen2.5-VL, random": (10, ({"fps": 1.0}, 4), ({"num_frames": 6}, 6)),
+    "Qwen3-VL": (10, ({"fps": 1}, 5), ({"num_frames": 6}, 6), ({"max_frames": 4}, 4), ({"num_frames": 6, "fps": 1}, 0)),
+    "GLM-4.1V": (10, ({"fps": 1}, 5), ({"num_frames": 6}, 6), ({"max_frames": 4}, 0)),
+    "GLM-4.6V-Flash": (31, ({"max_frames": 8}, 8), ({"fps": 1}, 0)),
+    "MiniCPM-V 2.6": (6, ({"max_frames": 3}, 3), ({"num_frames": 5}, 5), ({"min_frames": 3}, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_message_may_set_how_a_video_is_sampled(parts, name):
+    """By hand, from the rule of each family; 0 stands for options that the family does not have."""
+    usual, *others = SAMPLED[name]
+    for options, count in [({}, usual), *others]:
+        content = [{"type": "video", "video": str(DATA / "clips" / "bigbuckbunny.mp4"), **options}]
+        messages = [{"role": "user", "content": content}]
+        if count:
+            assert len(parts(name).processor.decode(messages)[0].frames) == count, options
+            continue
+        with pytest.raises(ValueError, match="or num_frames alone, for a video, got"):
+            parts(name).processor.decode(messages)
+
+
+EXTRA = {  # weights of layers that predict more tokens, which no answer needs, and a name that is nobody's
+    "Qwen3.5": (["mtp.fc.weight"], "model.language_model.layers.99.input_layernorm.weight"),
+    "GLM-OCR": (["model.language_model.layers.16.eh_proj.weight"], "model.language_model.layers.17.eh_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_layers_that_predict_more_tokens_are_left_out_and_only_they(name, tmp_path):
+    ROWS[name].source(tmp_path)
+    expected = load(tmp_path).trace("Hi", max_new_tokens=4).token_ids
+    weights = load_file(tmp_path / "model.safetensors")
+    left_out, unknown = EXTRA[name]
+    extra = {key: torch.ones(2) for key in left_out}
+    save_file(weights | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load(tmp_path).trace("Hi", max_new_tokens=4).token_ids == expected
+    save_file(weights | {unknown: torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected \(1\)"):
+        load(tmp_path)

@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from closeness import assert_agree, roundings
 from PIL import Image
 from random_models import NEEDS_5_23, random_folder, random_model
 from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
 
-import refvl
 from refvl.pixels.media import Video
 from refvl.pixels.slices import SliceConfig, plan_slices
 
@@ -158,41 +156,6 @@ def test_an_exchanged_slice_changes_the_answer():
     vlm = random_model("MiniCPM-V 4.7")
     asked = {str(vlm.trace("What?", images=[image], max_new_tokens=NEW_TOKENS).token_ids) for image in (SQUARE, halves)}
     assert len(asked) == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.inference_mode()
-def test_blocks_are_watched_before_and_behind_the_fold(name):
-    """Oracle: transformers' layers, overheard; they keep rows, and windows of four, in reading order."""
-    processor, model = theirs_of(name)
-    vlm, kept = random_model(name), list[torch.Tensor]()
-    tower = model.model.vision_tower
-    for layer in tower.encoder.layers:
-        layer.register_forward_hook(lambda _, args, out: kept.append(out[0] if out.ndim == 3 else out))
-    inputs = inputs_of(processor, vlm, [SQUARE, "What is it?"])
-    model.model.get_image_features(inputs["pixel_values"], inputs["target_sizes"])
-    trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=1, attentions=True, hidden_states=True)
-    maps = vlm.feature_map(SQUARE, blocks=range(len(kept)))
-    [whole] = [len(patches.rows) for patches in trace.patches]
-    counts = [len(state) for state in trace.tower_hidden_states[1:]]
-    assert counts == ([whole] * 3 if "4x" in name else [whole, whole, whole // 4])
-    for ours, cuts, block, theirs in zip(
-        trace.tower_hidden_states[1:], maps, trace.tower_attentions, kept, strict=True
-    ):
-        assert_agree(ours, theirs, roundings(tower))
-        assert torch.equal(torch.cat([x.flatten(0, 2) for _, x in cuts]), ours)
-        rows = torch.cat([segment.rows for segment in block])
-        assert len(rows) == len(rows.unique()) == len(ours)
-        for rows, weights in block:
-            assert weights.shape[1:] == (len(rows), len(rows))
-            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
-
-
-def test_a_canvas_needs_its_marks(tmp_path):
-    vlm = refvl.load(random_folder("MiniCPM-V 4.7"), device="cpu", progress=False)
-    vlm.language_model.config.newline_id = None
-    with pytest.raises(ValueError, match=r"config\.json: expected token ids for image_start_id and other"):
-        vlm.chat("What?", images=[SMALL])
 
 
 def test_clips_are_not_pruned():

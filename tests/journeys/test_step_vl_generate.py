@@ -4,8 +4,6 @@ Step3-VL-10B, which transformers lacks, its tower of Step-3.7 and its Qwen3, on 
 Crops and prompts are Step3's, which tests/journeys/test_step3_generate.py holds.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -17,8 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen3ForCausalLM
 
 import refvl
-from refvl.encoders.tower import plan_eagerly
-from refvl.positions.tables import resize_position_table
 
 pytestmark = NEEDS_5_23
 RANDOM = np.random.default_rng(0)
@@ -96,30 +92,6 @@ def test_both_orders_of_rotary_pairs_load(tmp_path):
         assert weights.keys() == wanted.keys() and all(torch.equal(weights[n], wanted[n]) for n in wanted)
 
 
-def test_neighbours_read_as_halves_are_another_tower():
-    """The trap: every shape fits. Without the sorting of rows the embeddings are far off."""
-    vlm = random_model("Step3-VL-10B")
-    wrong = type(vlm.encoder).from_config(vlm.encoder.config)
-    weights = load_file(random_folder("Step3-VL-10B") / "model.safetensors").items()
-    tower = [(name, weight) for name, weight in weights if name.startswith("vi")]
-    wrong.load_weights((name.replace(".attn.in_proj_", ".self_attn.qkv."), weight) for name, weight in tower)
-    pixels = torch.randn(1, 3, 112, 112, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        right, off = vlm.encoder(pixels), wrong(pixels)
-    assert (right - off).norm() > 0.01 * right.norm()
-
-
-def test_a_bicubic_table_is_another_tower():
-    """On crops, whose side is not the table's; transformers samples bilinearly."""
-    encoder = random_model("Step3-VL-10B").encoder
-    table = encoder.vision_model.embeddings["position_embedding"].weight
-    with torch.no_grad():
-        bilinear, bicubic = encoder.position_embeds(4), resize_position_table(table, (4, 4), antialias=False)
-        assert (bilinear - bicubic).norm() > 0.1 * bilinear.norm()
-        assert torch.equal(encoder.position_embeds(8), table)
-    assert plan_eagerly(encoder, [(1, 2)]).metadata[0].summary == "2 crops, 1 overviews"
-
-
 def test_layouts_are_those_of_transformers():
     """Oracle: transformers' image processor of Step-3.7; it cuts no square whose long side is exactly image_size."""
     from transformers.models.step3p7.image_processing_step3p7 import Step3p7ImageProcessor
@@ -134,10 +106,3 @@ def test_layouts_are_those_of_transformers():
         assert (layout.rows, layout.columns) == (rows, columns), (width, height)
     assert processor.layout_of(Image.new("1", (728, 728))).crops == 4
     assert theirs.get_number_of_image_patches(728, 728) == 0
-
-
-def test_older_transformers_are_named(monkeypatch):
-    monkeypatch.setattr("refvl.families.CONFIG_MAPPING", {})
-    config = json.loads((random_folder("Step-3.7") / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"model_type: 'step3p7' needs transformers 5\.23 or later"):
-        refvl.load(config, weights="random", device="meta")

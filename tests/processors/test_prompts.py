@@ -30,16 +30,6 @@ def test_ids_are_the_template_with_placeholders_repeated(vlm, folder):
     assert vlm.processor.tokenize(messages, [MediaTokens("image", (1, 2, 3))]) == expected
 
 
-def test_sampling_limits_of_the_folder_apply_unless_the_message_overrides(vlm):
-    def frames(**options):
-        messages = [{"role": "user", "content": [{"type": "video", "video": str(CLIP), **options}]}]
-        return len(vlm.processor.decode(messages)[0].frames)
-
-    assert frames() == 10  # 132 frames at 25 fps, 2 a second
-    assert frames(fps=1.0) == 4
-    assert frames(num_frames=6) == 6
-
-
 def test_second_per_grid_reaches_the_positions(vlm):
     trace = vlm.trace("go", videos=[CLIP], max_new_tokens=1)
     (video,), (span,) = trace.media, trace.spans
