@@ -31,7 +31,7 @@ lint: $(STAMP) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## in five minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
+test: lint ## in four minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
 	@$(BIN)/python tests/portable.py --cpu
 	$(PYTEST) --tier quick $(TESTS)
 	$(NBMAKE) notebooks/$(FIRST_NOTEBOOKS)

@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import refvl
+
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "refvl": "load a model, record a run, compare two",
@@ -50,12 +52,14 @@ HOME = {  # the file of a definition: its test, its notebook
     "positions/canvas.py": ("positions/test_canvas.py", "07"),
     "positions/mrope.py": ("positions/test_mrope.py", "02"),
     "positions/packed.py": ("positions/test_packed.py", "13"),
+    "positions/pruners.py": ("journeys/test_pruning.py", "03"),
     "positions/tables.py": ("positions/test_tables.py", "07"),
     "positions/timestamps.py": ("positions/test_timestamps.py", "06"),
     "positions/vidcom2.py": ("positions/test_vidcom2.py", "03"),
     "graphs/budgets.py": ("graphs/test_graph_budgets.py", "05"),
     "graphs/manager.py": ("graphs/test_graph_manager.py", "04"),
     "model.py": ("journeys/test_generate.py", "00"),
+    "serving/export.py": ("tools/test_export.py", "09"),
     "serving/parallel.py": ("journeys/test_parallel.py", "09"),
     "serving/adapters.py": ("journeys/test_adapters.py", "13"),
     "study/boxes.py": ("journeys/test_boxes.py", "12"),
@@ -160,7 +164,7 @@ class Entry:
 def public() -> Iterator[tuple[str, str, Any]]:
     """Yield (module, name, object) of every public name: those in `__all__`, or else defined in the module's file."""
     for module in PUBLIC:
-        room = importlib.import_module(module)
+        room = getattr(refvl, module.removeprefix("refvl."), None) or importlib.import_module(module)
         names = getattr(room, "__all__", None) or [
             name
             for name, value in vars(room).items()
@@ -206,7 +210,7 @@ def entries() -> list[Entry]:
             is_error = isinstance(value, type) and issubclass(value, Exception)
             signature = name + ("(message)" if is_error else str(inspect.signature(value)))
         else:
-            source, line, signature = f"{module.replace('.', '/')}/vidcom2.py", 0, name
+            source, line, signature = f"{module.replace('.', '/')}/pruners.py", 0, name
         home = source.removeprefix("refvl/")
         test = most_uses(name, "tests/**/test_*.py") or f"tests/{HOME[home][0]}"
         shown = Path(most_uses(name, "notebooks/[0-9]*.ipynb")).stem

@@ -4,13 +4,12 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
-from tiers import COLLECTED, no_processes, quick_tier, with_few_examples
+from tiers import quick_tier, with_few_examples
 
 from refvl.paths import DATA
 
@@ -63,7 +62,6 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     _rest_coverage(items)
-    config.stash[COLLECTED] = list(items)
     tier = config.getoption("tier")
     quick = quick_tier(items)
     if (config.getoption("examples") or ("few" if tier == "quick" else "all")) == "few":
@@ -73,13 +71,6 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(quick) if tier == "quick" else set(items) - set(quick)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_tests_start_no_process(request):
-    """It is looked at each time, so that the tiers stay what they are called."""
-    with no_processes() if request.config.getoption("tier") == "quick" else nullcontext():
-        yield
 
 
 def _rest_coverage(items) -> None:

@@ -4,16 +4,11 @@ The quick tier takes from each test its first case, and its first case of every 
 marked `thorough`: tests that start processes, compile, or take seconds. Hypothesis tries a few examples only.
 """
 
-import multiprocessing.process
-import os
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
 
-COLLECTED = pytest.StashKey[list[pytest.Item]]()  # the tests of both tiers
 FEW_EXAMPLES = 5
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 
@@ -45,21 +40,3 @@ def with_few_examples(item: pytest.Item) -> None:
         given = function._hypothesis_internal_use_settings
         few = min(FEW_EXAMPLES, given.max_examples)
         function._hypothesis_internal_use_settings = settings(given, max_examples=few)
-
-
-class StartsAProcess(PermissionError):
-    """A test of the quick tier tried to start a process."""
-
-
-@contextmanager
-def no_processes() -> Iterator[None]:
-    """While it lasts, whatever would start a process raises `StartsAProcess`."""
-
-    def refuse(*args, **kwargs):
-        raise StartsAProcess("a test of the quick tier starts a process; mark it with @pytest.mark.thorough")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", refuse)
-        patch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
-        patch.setattr(os, "fork", refuse)
-        yield

@@ -169,6 +169,8 @@ def trace(
     else:
         run = model.trace(prompt, **options)
     console = Console()
+    from refvl.tools.demo import stage_table
+
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s\nanswer: {run.text}")
     if save:
@@ -178,16 +180,6 @@ def trace(
 
         theirs = record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)
         print(refvl.compare(run, theirs, model=model))
-
-
-def stage_table(run: Any) -> Table:
-    """Return a `Trace` as a table of stages, shapes and seconds."""
-    table = Table("stage", "shapes", title="the path")
-    table.add_column("max |x|", justify="right")
-    table.add_column("seconds", justify="right")
-    for stage, shapes, seconds in run.rows():
-        table.add_row(stage, shapes, run.magnitude(stage), f"{seconds:.4f}")
-    return table
 
 
 @command()

@@ -7,13 +7,13 @@ import importlib.util
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from refvl.loading import load
 from refvl.model import VLM
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
 from refvl.study.report import Trace
-from refvl.tools.cli import stage_table
 
 PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
@@ -82,3 +82,13 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
     for name, draw in figures.items():
         draw().figure.savefig(out / f"{name}.png", dpi=120)
     plot_overview(photo.media[0], PatchConfig(), film).savefig(out / "overview.jpg", dpi=95)
+
+
+def stage_table(run: Trace) -> Table:
+    """Return a `Trace` as a table of stages, shapes and seconds."""
+    table = Table("stage", "shapes", title="the path")
+    table.add_column("max |x|", justify="right")
+    table.add_column("seconds", justify="right")
+    for stage, shapes, seconds in run.rows():
+        table.add_row(stage, shapes, run.magnitude(stage), f"{seconds:.4f}")
+    return table

@@ -13,8 +13,6 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import heads
-import nbformat
 import pytest
 
 pytestmark = pytest.mark.thorough
@@ -122,52 +120,3 @@ def test_installed_package_finds_every_shipped_model(scripts, tmp_path):
         [scripts / "refvl", "trace", "tiny-qwen2_5_vl", "What color is the circle?", "--image", SCENE], tmp_path
     )
     assert traced.returncode == 0 and "prefill" in traced.stdout and "answer: red" in traced.stdout, traced.stderr
-
-
-def test_installed_package_writes_the_course(scripts, tmp_path):
-    """As git has it; a second time it is refused, and nothing is touched."""
-    written = run([scripts / "refvl", "notebooks", tmp_path / "course"], tmp_path)
-    assert written.returncode == 0, written.stderr
-    for name in ("notebooks/00_image_to_text.ipynb", "data/checkpoints/tiny-qwen2_5_vl/model.safetensors"):
-        assert (tmp_path / "course" / name).read_bytes() == (ROOT / name).read_bytes()
-    again = run([scripts / "refvl", "notebooks", tmp_path / "course"], tmp_path)
-    assert again.returncode == 1 and "already exists" in again.stderr
-
-
-def test_what_needs_a_clone_says_so_in_one_line(scripts, tmp_path):
-    done = run([scripts / "refvl", "bench", "tower"], tmp_path)
-    assert done.returncode == 1
-    [line] = done.stderr.strip().splitlines()
-    assert "clone" in line
-
-
-def test_a_notebook_installs_what_it_needs_elsewhere(wheel, tmp_path):
-    """As on Colab: a notebook alone in a folder, where refvl is not installed, up to its first answer's model.
-
-    git takes an unpacked sdist for the repository's address, and pip asks no index.
-    """
-    [source] = (wheel.parent / "unpacked").iterdir()
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
-        done = run([*git, *command], source)
-        assert done.returncode == 0, done.stderr
-    python = environment(tmp_path / "venv") / "python"
-    notebook = nbformat.read(ROOT / "notebooks/00_image_to_text.ipynb", as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    where = nbformat.v4.new_code_cell("import refvl; print(exercises.__file__, refvl.__file__)")
-    notebook.cells = [*code[:2], where]
-    here = tmp_path / "elsewhere"
-    here.mkdir()
-    nbformat.write(notebook, here / "lesson.ipynb")
-    done = run(
-        [python, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", "lesson.ipynb"],
-        here,
-        **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{source.as_uri()}.insteadOf"},
-        **{"GIT_CONFIG_VALUE_0": heads.repository()},
-        **{"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"},  # 0 is no, to pip
-    )
-    assert done.returncode == 0, done.stderr
-    cells = nbformat.read(here / "lesson.ipynb", as_version=4).cells
-    paths = cells[-1].outputs[0].text.split()
-    assert all(Path(path).is_relative_to(tmp_path / "venv") for path in paths), paths
-    assert "CausalTextModel" in str(cells[1].outputs)

@@ -1,7 +1,5 @@
 """The site that `make site` writes. Oracle: the checks of `pages.py`, each seen to find what it looks for."""
 
-import re
-
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -39,12 +37,6 @@ def test_every_notebook_and_every_explorer_has_a_page(written):
 
 
 @pytest.mark.thorough
-def test_every_page_forbids_itself_to_load_anything(written):
-    folder, sizes = written
-    assert all("default-src 'none'" in (folder / name).read_text() for name in sizes)
-
-
-@pytest.mark.thorough
 def test_the_index_leads_to_all_of_them(written):
     folder, sizes = written
     found = pages.Names()
@@ -52,51 +44,6 @@ def test_the_index_leads_to_all_of_them(written):
     assert {name for name in sizes if name.startswith(("notebooks/", "explorers/", "journeys/", "live"))} <= set(
         found.links
     )
-
-
-def test_every_explorer_belongs_to_a_notebook_that_makes_it():
-    from refvl.viz.explorers.gallery import GALLERY
-
-    assert set(pages.EXPLORERS) == set(GALLERY) and list(pages.EXPLORERS.values()) == sorted(pages.EXPLORERS.values())
-    for name, number in pages.EXPLORERS.items():
-        [path] = (pages.ROOT / "notebooks").glob(f"{number}*.ipynb")
-        assert re.search(rf"explore_(position_)?{name}\b", path.read_text()), name
-
-
-def test_the_map_leads_everywhere():
-    from refvl.viz.explorers.gallery import GALLERY
-
-    assert {name for station in pages.STATIONS for name in station.explorers} == set(GALLERY)
-    numbers = {path.name[:2] for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
-    assert {number for station in pages.STATIONS for number in station.notebooks} == numbers
-
-
-@pytest.mark.thorough
-def test_a_link_to_any_page_has_a_preview(written):
-    """A title, and an image that is there; at the address of the site, if one is given."""
-    folder, sizes = written
-    assert all('property="og:image" content="og.png"' in (folder / name).read_text() for name in sizes)
-    assert (folder / "og.png").read_bytes()[:4] == b"\x89PNG"
-    page = pages.with_preview("<title>A &amp; B</title>", "https://a.org/refvl/")
-    assert 'property="og:title" content="A &amp; B"' in page
-    assert 'property="og:image" content="https://a.org/refvl/og.png"' in page
-
-
-@pytest.mark.thorough
-def test_the_index_has_an_order_for_three_readers_and_numbers(written):
-    """Minutes are those of the notebooks, every stage leads to its lines, explorers and notebooks have thumbnails."""
-    text = (written[0] / "index.html").read_text()
-    assert all(f"<h3>{reader}</h3>" in text for reader in pages.READERS) and len(pages.READERS) == 3
-    assert text.count("journeys/qwen2_5_vl.html#stage-") == len(pages.STATIONS)
-    assert [f"<h3>{place} {s.name}</h3>" in text for place, s in enumerate(pages.STATIONS, 1)] == [True] * 10
-    notebooks = [nbformat.read(path, 4) for path in sorted((pages.ROOT / "notebooks").glob("[0-9]*.ipynb"))]
-    pictured = sum(pages.thumbnail(notebook) != "<span></span>" for notebook in notebooks)
-    assert text.count("<img") == 1 + len(pages.EXPLORERS) + pictured and pictured >= len(notebooks) - 1
-    assert text.count(" minutes</small>") == len(notebooks)
-
-
-def test_stations_name_files_that_are_there():
-    assert [f for s in pages.STATIONS for f in s.files if not (pages.ROOT / "refvl" / f).is_file()] == []
 
 
 @pytest.mark.parametrize(
@@ -143,8 +90,3 @@ def test_a_notebook_becomes_a_page(notebook, monkeypatch):
     assert '<img alt="A claim about K/2 &lt; 3."' in page and "<Figure>" not in page
     assert page.count("<script") == page.count("</script>") == 2  # the state and the host, none ended early
     assert '"index":3' in page and "<p>An explorer.</p>" in page
-
-
-def test_a_formula_in_tex_is_refused():
-    with pytest.raises(ValueError, match=r"write \$x\^2\$ in plain text"):
-        pages.as_page("so $x^2$", pages.ROOT / "notebooks")

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import refvl
-from refvl import pipeline
-from refvl.paths import DATA
-
 LIBRARY = Path(__file__).resolve().parents[2] / "refvl"
 BESIDE = ("serving", "study", "viz", "tools")  # they build on the stages, and no stage knows of them
 DOORS = {  # names that callers import: behind them stands a model with everything, or a module that has moved
@@ -105,40 +101,3 @@ def test_zones_beside_the_stages_import_in_one_direction(zone, closed):
     inside = {name: others for name, others in imports_of(LIBRARY).items() if zone_of(name) == zone}
     crossed = {f"{name} -> {other}" for name in inside for other in inside[name] if zone_of(other) in closed}
     assert inside and crossed == set()
-
-
-def test_no_stage_imports_the_doors():
-    """`refvl.loading` puts a model together; the parts do not know it."""
-    imports = imports_of(LIBRARY)
-    core = {name for name in imports if name not in DOORS and not is_beside(name)}
-    assert [f"{name} -> {door}" for name in sorted(core) for door in sorted(imports[name] & DOORS)] == []
-
-
-@pytest.mark.parametrize(
-    ("files", "circle"),
-    [
-        ({"a.py": "import house.b", "b.py": "import torch"}, []),
-        ({"a.py": "from house.b import f", "b.py": "def f():\n    from house import a"}, ["house.a", "house.b"]),
-        ({"a.py": "from house import b", "b.py": "from .floor.c import x", "floor/c.py": "from .. import a"},
-         ["house.a", "house.b", "house.floor.c"]),
-        ({"a.py": "from typing import *\nif TYPE_CHECKING:\n    from .b import B", "b.py": "from house.a import A"},
-         ["house.a", "house.b"]),
-    ],
-)  # fmt: skip
-def test_circles_are_found(tmp_path, files, circle):
-    """Small houses: absolute and relative imports, inside functions, and for type checkers."""
-    house = tmp_path / "house"
-    for name, text in ({"__init__.py": "", "floor/__init__.py": ""} | files).items():
-        (house / name).parent.mkdir(parents=True, exist_ok=True)
-        (house / name).write_text(text)
-    assert [sorted(set(chain)) for chain in circles(imports_of(house))] == ([circle] if circle else [])
-
-
-def test_the_core_class_alone_answers_a_question():
-    """`Pipeline` has the whole path. Oracle: `chat` of the model that `refvl.load` gives."""
-    model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
-    core = pipeline.Pipeline(model.config, model.processor, model.encoder, model.language_model)
-    question, pictures = "What color is the circle?", [DATA / "pictures" / "scene.png"]
-    record = core.read(pipeline.Request(question, pictures))
-    core.answer(record, 8)
-    assert record.text == model.chat(question, images=pictures, max_new_tokens=8) == "red"

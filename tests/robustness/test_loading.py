@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_step3_checkpoint
+from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import refvl
@@ -66,14 +66,7 @@ def test_one_file_wins_over_an_index_in_both_halves(folder):
     assert not load(folder).encode(images=[PHOTO])[0].any()
 
 
-def test_loose_files_are_read_by_neither_half(folder):
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    refuses(folder, "expected model.safetensors, or model.safetensors.index.json with its", FileNotFoundError)
-
-
-@pytest.mark.parametrize(
-    "place", ["../outside.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "C:\\x.safetensors"]
-)
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/tmp/x.safetensors"])
 def test_an_index_names_files_inside_the_folder(folder, place):
     weights = load_file(folder / "model.safetensors")
     save_file(weights, folder.parent / "outside.safetensors")
@@ -86,14 +79,11 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     ("content", "message"),
     [
         ("[]", "model.safetensors.index.json: expected a JSON object, got []"),
-        ("null", "model.safetensors.index.json: expected a JSON object, got null"),
         ('{"weight', "model.safetensors.index.json is not valid JSON"),
         ("{}", "model.safetensors.index.json: expected an object under 'weight_map', got None"),
-        ('{"weight_map": []}', "expected an object under 'weight_map', got []"),
         ('{"weight_map": {}}', "expected an object under 'metadata', got None"),
         ('{"weight_map": {}, "metadata": {}}', "expected at least one *.safetensors file under 'weight_map', got none"),
         ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file, got 3"),
-        ('{"metadata": {}, "weight_map": {"a": "x.bin"}}', "'a' must name a *.safetensors file, got 'x.bin'"),
     ],
 )  # fmt: skip
 def test_a_malformed_index_is_named(folder, content, message):
@@ -103,7 +93,7 @@ def test_a_malformed_index_is_named(folder, content, message):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"[]", b"null", b"", b'{"a": ', b"\xff\xfe", b"[" * 100_000, b"3"])
+@pytest.mark.parametrize("content", [b"[]", b"", b"\xff\xfe"])
 def test_malformed_json_is_named(folder, name, content):
     (folder / name).write_bytes(content)
     refuses(folder, name)
@@ -122,9 +112,10 @@ def test_values_of_another_kind_in_a_config_are_named(folder, change):
     refuses(folder, "config.json")
 
 
-def test_a_tokenizer_without_a_model(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    refuses(folder, "tokenizer or chat template cannot be read")
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+def test_token_ids_of_generation_are_ids(folder, name):
+    change_json(folder, "generation_config.json", lambda values: values | {name: True})
+    refuses(folder, f"generation_config.json: {name} must be a token id, got True")
 
 
 # --- what the weights are ---------------------------------------------------------------------------------------------
@@ -156,18 +147,9 @@ def test_text_weights_that_are_no_numbers_are_named(folder, value):
     refuses(folder, "nan or inf (1): model.layers.1.mlp.up_proj.weight")
 
 
-def test_large_finite_weights_load(folder):
-    """Their sum overflows, and they are numbers all the same."""
-    change_weights(folder, lambda w: w.update({"model.norm.weight": torch.full_like(w["model.norm.weight"], 3e38)}))
-    assert load(folder).language_model.model.norm.weight.isfinite().all()
-
-
 SIZES = {
     "a billion layers": lambda v: v["text_config"].update(num_hidden_layers=10**9),
-    "a billion blocks": lambda v: v["vision_config"].update(depth=10**9),
     "more layers": lambda v: v["text_config"].update(num_hidden_layers=40, layer_types=None, max_window_layers=40),
-    "wide layers": lambda v: v["text_config"].update(intermediate_size=10**8),
-    "a large vocabulary": lambda v: v["text_config"].update(vocab_size=10**9),
     "no text_config": lambda v: v.pop("text_config"),
 }
 
@@ -181,12 +163,6 @@ def test_sizes_are_checked_before_memory_is_taken(folder, change):
         load(folder)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes: less than a gigabyte"
     assert time.process_time() - start < 60
-
-
-def test_a_billion_layers_of_step3(tmp_path):
-    make_step3_checkpoint(tmp_path / "model")
-    change_json(tmp_path / "model", "config.json", lambda v: v | {"text_config": v["text_config"] | {"num_hidden_layers": 10**9}})  # fmt: skip  # noqa: E501
-    refuses(tmp_path / "model", "num_hidden_layers must be an integer from 1 to 1,000, got 1000000000")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -207,11 +183,6 @@ def test_a_billion_layers_of_step3(tmp_path):
 )
 def test_arguments_that_nobody_reads(folder, arguments, message):
     refuses(folder, message, TypeError, **arguments)
-
-
-@pytest.mark.parametrize("path", [3, None, b"x", ["a"]])
-def test_what_is_no_path(path):
-    refuses(path, "path_or_id: expected a folder, a hub id, a dict or a transformers config, got ", TypeError)
 
 
 def test_dtype_by_its_other_name(folder):
