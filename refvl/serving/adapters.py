@@ -123,14 +123,12 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         adapters.save_pretrained(folder)
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
-    ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
+    FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
     LoRA adapter, for layers that the model lacks, and for weights that do not fit. After an error in PEFT, load the
     model again.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("adapters: PEFT is missing; install it with pip install 'refvl[adapters]'") from error
+    import peft  # pip install 'refvl[adapters]'
+
     model.family.require("adapters")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: expected a new name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")

@@ -14,6 +14,7 @@ Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per r
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,11 +55,8 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
     with trace.stage("positions"):
         trace.full_positions = model.language_model.positions(trace.full_ids, trace.spans)
     trace.keep_masks = [None] * len(merged)
-    pieces = (
-        piece
-        for number, medium in enumerate(merged)
-        for piece in _encode_pieces(model, trace, number, medium, request, chunk)
-    )
+    items = (_encode_pieces(model, trace, number, medium, request, chunk) for number, medium in enumerate(merged))
+    pieces = chain.from_iterable(items)
     cache: Any = prefill_in_chunks(trace, model.language_model, pieces, chunk, model.max_context)
     trace.input_ids = trace.full_ids[trace.keep]
     trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
@@ -97,32 +95,13 @@ def _encode_pieces(
 
 
 @torch.inference_mode()
-def prefill(
-    language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
-) -> None:
-    """Prefill one chunk: add its keys and values to the cache.
-
-    inputs_embeds: (1, n, D). deepstack_embeds: (1, n, W - D). positions: (3, 1, n).
-    """
-    deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
-    language_model(
-        inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
-        use_cache=True, logits_to_keep=1, **deeper,
-    )  # fmt: skip
-
-
-@torch.inference_mode()
 def prefill_in_chunks(
-    trace: Record,
-    language_model: CausalTextModel,
-    pieces: Iterator[tuple[Tensor, Tensor]],
-    chunk: int,
-    max_context: int,
+    trace: Record, language_model: CausalTextModel, pieces: Iterator[tuple[Tensor, Tensor]], chunk: int, limit: int
 ) -> Cache:
     """Return the keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 
     trace: a trace with full_ids, full_positions and spans. pieces: (rows (m, W), mask of kept rows (m,)) of all media,
-    in the order of the prompt. Raises ValueError if the kept tokens exceed max_context.
+    in the order of the prompt. Raises ValueError if the kept tokens reach `limit`.
     """
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
@@ -142,13 +121,15 @@ def prefill_in_chunks(
             trace.keep[here] = keep[0][:n]
             rows, keep = [rows[0][n:]], [keep[0][n:]]
         kept = trace.keep[start:stop]
-        if sum(trace.chunks) + int(kept.sum()) >= max_context:
-            raise ValueError(f"prompt: expected at most {max_context - 1} tokens for the context of {max_context}")
+        if sum(trace.chunks) + int(kept.sum()) >= limit:
+            raise ValueError(f"prompt: expected at most {limit - 1} tokens for the context of {limit}")
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
             kept_LW = rows_LW[kept.to(rows_LW.device)][None]
             embeds, deeper = kept_LW.tensor_split([language_model.config.hidden_size], dim=-1)
+            inputs = {"deepstack_embeds": deeper} if deeper.shape[-1] else {}
+            inputs |= {"inputs_embeds": embeds, "position_ids": positions[:, None].to(embeds.device)}
             with trace.stage("prefill"):
-                prefill(language_model, embeds, deeper, positions[:, None], cache)
+                language_model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             trace.chunks.append(int(kept.sum()))
     return cache

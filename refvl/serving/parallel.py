@@ -29,11 +29,6 @@ from torch import Tensor
 
 from refvl.checks import check_pixel_rows, check_positive_int
 
-__all__ = [
-    "get_count_assignment", "get_load_balance_assignment", "get_speed_up", "rank_and_world_size", "restore_order",
-    "run_dp_sharded_mrope_vision_model", "run_dp_sharded_vision_model", "torchrun_ranks",
-]  # fmt: skip
-
 Assignment = tuple[list[int], list[int], list[int]]
 ROPE_TYPES = ("rope_3d", "rope_2d")
 

@@ -1,12 +1,12 @@
 """Text as it is generated: transformers' `generate` runs in its own thread, which ends if the reader stops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import Event, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
+from transformers import CompileConfig, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from refvl.serving.options import is_static
@@ -37,34 +37,24 @@ class FanOut(BaseStreamer):
 
 
 def stream_answer(model: Any, trace: Record, max_new_tokens: int, options: dict) -> Iterator[str]:
-    """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count."""
-    listener = options.pop("streamer", None)
-    criteria = options.pop("stopping_criteria", None) or ()
-    options = (of_a_thread() if is_static(model.language_model, options) else {}) | options
+    """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count.
 
-    def run(text_streamer, stop) -> None:
-        both = FanOut(text_streamer, listener)
-        stops = StoppingCriteriaList([*criteria, stop])
-        model.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **options)
-
-    return stream_text(run, model.processor.tokenizer)
-
-
-def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the text that `run` generates, piece by piece; `run` feeds a streamer and asks a criterion when to stop.
-
-    Closing or deleting the generator ends `run` and its thread within one token. Errors in `run` are raised in this
-    function.
+    Closing or deleting the generator ends the generation and its thread within one token. Errors in the thread are
+    raised in this function.
     """
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = TextIteratorStreamer(model.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    both = FanOut(streamer, options.pop("streamer", None))
     stopped, failures = Event(), []
+    options = (of_a_thread() if is_static(model.language_model, options) else {}) | options
 
     def stop(input_ids: Tensor, scores, **kwargs) -> Tensor:
         return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)
 
+    stops = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), stop])
+
     def work() -> None:
         try:
-            run(streamer, stop)
+            model.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **options)
         except BaseException as error:  # otherwise an exception in the thread would be lost
             failures.append(error)
             streamer.on_finalized_text("", stream_end=True)

@@ -80,35 +80,23 @@ def _items(
         return []
     merged = [model.processor.media_tokens(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
     if embeds is None:
-        embeds = _encode(model, pixel_values, layouts, (pixels_name, layouts_name))
+        name, rows, width = pixels_name, pixel_values, "values"
+        counts = [model.encoder.item_size(layout)[0] for layout in layouts]
     else:
-        embeds = _split_embeds(model, embeds, [m.num_tokens for m in merged], embeds_name)
-    return list(zip(merged, embeds, strict=True))
-
-
-def _encode(model: Any, pixel_values: Tensor, layouts: list, names: tuple[str, str]) -> list[Tensor]:
-    rows = [model.encoder.item_size(layout)[0] for layout in layouts]
-    shape = ((f"patches of {names[1]}", sum(rows)), "values")
-    _check_finite(check_pixel_rows(pixel_values, shape, model.device, names[0]), names[0])
-    encoded = Record()
-    model.encode_rows(encoded, pixel_values.split(rows), layouts)
-    return encoded.embeds
-
-
-def _split_embeds(model: Any, embeds: Tensor | Sequence[Tensor], tokens: list[int], name: str) -> list[Tensor]:
-    """Return precomputed embeddings, one checked (M, W) tensor per item."""
-    if not isinstance(embeds, Tensor) and (got := [len(item) for item in embeds]) != tokens:
-        raise ValueError(f"{name}: expected tensors of {tokens} tokens, one for each item, got {got}")
-    rows_MW = embeds if isinstance(embeds, Tensor) else torch.cat(list(embeds))
-    shape = (("tokens of the grids", sum(tokens)), ("channels", model.language_model.row_width))
-    _check_finite(check_pixel_rows(rows_MW, shape, model.device, name), name)
-    return list(rows_MW.split(tokens))
-
-
-def _check_finite(tensor: Tensor, name: str) -> None:
-    """Raise ValueError naming `name` if a value is nan or inf."""
-    if not tensor.isfinite().all():
+        name, rows, width = embeds_name, embeds, ("channels", model.language_model.row_width)
+        counts = [medium.num_tokens for medium in merged]
+        if not isinstance(rows, Tensor):
+            if (got := [len(item) for item in rows]) != counts:
+                raise ValueError(f"{name}: expected tensors of {counts} tokens, one for each item, got {got}")
+            rows = torch.cat(list(rows))
+    check_pixel_rows(rows, ((f"patches or tokens of {layouts_name}", sum(counts)), width), model.device, name)
+    if not rows.isfinite().all():
         raise ValueError(f"{name}: expected finite numbers, got nan or inf")
+    if embeds is not None:
+        return list(zip(merged, rows.split(counts), strict=True))
+    encoded = Record()
+    model.encode_rows(encoded, rows.split(counts), layouts)
+    return list(zip(merged, encoded.embeds, strict=True))
 
 
 def _prompts(

@@ -155,10 +155,3 @@ def test_the_command_line(folder, want, file, shell):
     status, out, err = shell("chat", folder, "--jsonl", file, "--max-new-tokens", 5)
     assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 3
     assert [said["answer"] for said in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in said] == want
-    for arguments, message in (
-        (["--jsonl", file, "-i", PHOTO], "jsonl: its lines contain the requests; remove image"),
-        (["Hi", "--out", "x"], "out: supported only with --jsonl"),
-        ([], "prompt: expected a question, or a file of requests with --jsonl"),
-    ):
-        status, _, err = shell("chat", folder, *arguments)
-        assert status == 1 and message in err
