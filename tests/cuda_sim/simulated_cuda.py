@@ -63,14 +63,6 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.waited_for.append(other)
 
-    def wait_event(self, event: "Event") -> None:
-        pass
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.machine.refuse_in_capture("synchronize")
 
