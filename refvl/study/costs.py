@@ -19,8 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from refvl.checkpoints import weight_headers
 from refvl.encoders import StepVLEncoder
 from refvl.encoders.grid import GridEncoder
-from refvl.language.model import CausalTextModel
-from refvl.language.step3_vl import Step3TextMoE
 from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
@@ -191,13 +189,15 @@ def encoder_operations(encoder: Any, layouts: list) -> int:
     return counter.get_total_flops()
 
 
-def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
+def prefill_operations(language_model: Any, tokens: int, cached: int = 0) -> int:
     """Count the operations of a text model's layers: each weight once per token, and attention over all pairs.
 
     tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. For each token,
     only the experts that it uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
     The head, which runs for one token, is not counted.
     """
+    from refvl.language.step3_vl import Step3TextMoE  # here, because figures use this file without transformers
+
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)

@@ -57,6 +57,22 @@ def test_there_and_back(width, height, family, corners):
     assert_agree(back, given_boxes, 4)
 
 
+@settings(max_examples=80, deadline=None)
+@given(sides, sides, st.sampled_from(BOTH), st.tuples(*[st.floats(0, 1)] * 4))
+def test_whole_numbers_are_within_half_a_patch(width, height, family, corners):
+    """Models write whole numbers. Oracle: a patch is 14 resized pixels, so of the picture 14 * width / resized width.
+
+    Half a unit of 0 to 1000 is less, as long as the resized side is below 14,000 px.
+    """
+    resized = resize(width, height)
+    arguments = {"picture": (width, height), "resized": resized, "family": family}
+    box = torch.tensor([corners]) * torch.tensor([width, height] * 2)
+    back = to_picture(from_picture(box, **arguments).round(), **arguments)
+    patch = torch.tensor([14 * width / resized[0], 14 * height / resized[1]] * 2)
+    assert max(resized) < 14_000
+    assert ((back - box).abs() <= patch / 2).all()
+
+
 def test_boxes_may_be_sequences_and_arrays():
     for boxes_of_one in ([[1, 2, 3, 4]], (1, 2, 3, 4), np.arange(1, 5)):
         assert to_picture(boxes_of_one, picture=(2000, 1000), family="Qwen3-VL").tolist() == [[2, 2, 6, 4]]

@@ -237,17 +237,10 @@ def test_stages_are_those_of_the_trace(name):
     assert set(stages) <= set(SENTENCES)
     assert [f for _, functions in found.stages for f in functions] == found.functions
     assert [int(scores.argmax()) for scores in found.scores] == found.trace.token_ids
-
-
-@each_journey
-def test_every_function_was_called_from_a_line_that_ran(name):
-    """But for the first, which the caller enters; and some of every function ran."""
-    found = journey(name)
     assert found.functions[0].caller is None
     for number, function in enumerate(found.functions[1:], 1):
-        caller = found.functions[found.number_of(function.caller)]
-        assert found.number_of(function.caller) < number
-        assert function.caller[1] in caller.ran and function.ran.intersection(function.lines)
+        caller = found.number_of(function.caller)
+        assert caller < number and function.caller[1] in found.functions[caller].ran
 
 
 def test_the_listing_holds_every_function_and_every_line_that_ran():
@@ -281,6 +274,8 @@ def test_a_page_holds_every_stage_and_every_function_in_order(name):
     assert [(tag, unescape(re.sub(r"<[^>]*>", "", inner))) for tag, inner in HEADING.findall(text)] == expected
     ran = [line for f in found.functions for line in f.lines if line in f.ran and line not in f.source.docstrings]
     assert len(re.findall('class="l ran"', text)) == len(ran) + 1  # one stands in the legend
+    code = [unescape(re.sub(r"<[^>]*>", "", line)) for line in coloured(LIBRARY / "pipeline.py")[1:]]
+    assert code == (LIBRARY / "pipeline.py").read_text().splitlines()
 
 
 @each_journey
@@ -298,7 +293,6 @@ def test_a_page_loads_nothing_and_says_what_it_shows(name):
 
 SHOWN = {
     "qwen2_5_vl": ["A grid of 6 x 6 patches", "window_index: the index", "cosines of the angles", "Positions of"],
-    "qwen3_vl": ["Heat map of deepstack"],
     "minicpmv": ["Slice 1 of 5, 4 x 4 patches"],
     "step3": ["patches in the order of their rows, 16 per line", "Heat map of embeddings of item 1"],
     "clip_pruned": ["Tokens of video 1 kept per step", "6 of the 6 sampled frames"],
@@ -322,14 +316,6 @@ def test_a_page_has_an_answer_to_every_shape_of_request(options):
     assert stages == [f"{place} {stage}" for place, (stage, _) in enumerate(found.stages, 1)]
     assert {"index.html", "x.html", "files/pipeline.py.html"} <= set(re.findall(r'<a\b[^>]*href="([^"]*)"', text))
     assert "What is it &lt;b&gt;?" in text
-
-
-def test_code_on_a_page_is_the_code_of_the_file():
-    """Without tags and entities each line is what stands in the file."""
-    path = LIBRARY / "pipeline.py"
-    lines = [unescape(re.sub(r"<[^>]*>", "", line)) for line in coloured(path)[1:]]
-    assert lines == path.read_text().splitlines()
-    assert "<em>read</em>" in "".join(coloured(path)) and "<b>def</b>" in "".join(coloured(path))
 
 
 if __name__ == "__main__":
