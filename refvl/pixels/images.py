@@ -58,7 +58,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
         if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
             raise FileNotFoundError(f"image: no such file: {name}")
     elif isinstance(source, Image.Image):
-        origin = source.info.get("source") or getattr(source, "filename", "")
+        origin = str(source.info.get("source") or getattr(source, "filename", ""))
         name = origin or "the PIL image"
     elif isinstance(source, (np.ndarray, torch.Tensor)):
         name, origin = "the array", ""

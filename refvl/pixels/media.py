@@ -181,9 +181,10 @@ def _read_file(
         raise ValueError(f"video: {name} has no frames that can be decoded")
 
     video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
-    if listing.start is None or None in ticks:
+    times = sorted(tick for tick in ticks if tick is not None)
+    if listing.start is None or len(times) < len(ticks):
         return video
-    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in sorted(ticks)))
+    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in times))
 
 
 @contextmanager

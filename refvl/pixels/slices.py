@@ -122,10 +122,8 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """
     grid = slice_grid(width, height, config)
     if max(width, height) > config.max_aspect_ratio * min(width, height):
-        raise ValueError(
-            f"width, height: expected an aspect ratio of at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
-            f"SliceConfig), got {width} x {height} pixels"
-        )
+        allowed = f"at most {config.max_aspect_ratio:,} (max_aspect_ratio of SliceConfig)"
+        raise ValueError(f"width, height: expected an aspect ratio of {allowed}, got {width} x {height} pixels")
     overview = fit_area(width, height, config)
     sizes, cell = [overview], None
     if grid is not None:

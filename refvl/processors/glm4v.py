@@ -24,13 +24,11 @@ it, so the model sees no difference, and prompts made by either are accepted (`p
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from refvl.checks import Grid, read_json
@@ -82,14 +80,14 @@ class Glm4vProcessor(ChatProcessor):
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
-    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+    def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
         """Return the extents of an item; those of a video contain the timestamp of each frame, in whole seconds."""
         extents = super().extents_of(medium, layout)
         if not isinstance(medium, Video):
             return extents
         timestamps = medium.timestamps  # these times are exact even if the rate varies
         seconds = tuple(int(timestamps[place]) for place in self.frames_read(medium)[::2])
-        return replace(extents, timestamps=seconds)
+        return FramewiseMedia("video", extents.thw, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -112,19 +111,21 @@ class MiniCPMVProcessor(ChatProcessor):
         """The number of tokens of the largest image, for its overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
-    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+    def layout_of(self, medium: Any) -> SliceLayout:
         """Return the overview and the slices of an image, each as a separate group."""
-        return plan_slices(*medium.size, self.image_config).layout
+        return plan_slices(medium.width, medium.height, self.image_config).layout
 
-    def rows_of(self, medium: Image.Image | Video) -> Levels:
+    def rows_of(self, medium: Any) -> Levels | Tensor:
         """Return the patch rows of the overview and the slices of an image."""
         return levels_of_slices([medium], self.image_config)
 
-    def extents_of(self, medium: Image.Image | Video, layout: SliceLayout) -> SlicedMedia:
+    def extents_of(self, medium: Any, layout: SliceLayout) -> SlicedMedia:
         """Return the extents of an item; those of an image contain the grid of its slices."""
         if isinstance(medium, Video):
             return self.media_tokens("video", layout)
-        return replace(self.media_tokens("image", layout), grid=plan_slices(*medium.size, self.image_config).grid)
+        return replace(
+            self.media_tokens("image", layout), grid=plan_slices(medium.width, medium.height, self.image_config).grid
+        )
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """Return the item as sets of query_num tokens; second_per_grid is not used."""

@@ -105,35 +105,35 @@ class MiniCPMV4_6Processor(TakesVideos):
         sizes = tuple((h // m, w // m) for group in layout for h, w in group.slices)
         return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
 
-    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+    def layout_of(self, medium: Any) -> SliceLayout:
         """Return the overview and the slices of an image, or of every frame in order."""
         plan = self.plan_of(medium)
         return plan.layout * len(medium.frames) if isinstance(medium, Video) else plan.layout
 
-    def rows_of(self, medium: Image.Image | Video) -> Levels:
+    def rows_of(self, medium: Any) -> Levels:
         """Return the patch rows of the overviews and slices."""
         if isinstance(medium, Video):
             return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
         return levels_of_slices([medium], self.image_config)
 
-    def extents_of(self, medium: Image.Image | Video, layout: SliceLayout) -> FoldedMedia:
+    def extents_of(self, medium: Any, layout: SliceLayout) -> FoldedMedia:
         """Return the extents of an item, with the grid of the slices of an image or of every frame."""
         kind = "video" if isinstance(medium, Video) else "image"
         return replace(self.media_tokens(kind, layout), grid=self.plan_of(medium).grid)
 
-    def plan_of(self, medium: Image.Image | Video) -> SlicePlan:
+    def plan_of(self, medium: Any) -> SlicePlan:
         """Return the slices of an image, or of each frame."""
         if isinstance(medium, Video):
             _, height, width, _ = medium.frames.shape
             return plan_slices(width, height, self.frame_config)
-        return plan_slices(*medium.size, self.image_config)
+        return plan_slices(medium.width, medium.height, self.image_config)
 
     @property
     def frame_config(self) -> SliceConfig:
         """The rule for slicing a frame, with the limits of the video settings."""
         return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+    def pieces(self, medium: Any, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
         """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
         if not isinstance(medium, Video):
             yield self.layout_of(medium), self.rows_of(medium)

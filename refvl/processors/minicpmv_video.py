@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from refvl.checks import read_json
 from refvl.pixels.media import Video
@@ -64,14 +66,14 @@ class TakesVideos(ChatProcessor):
         """Return one set of query tokens per frame."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
-    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+    def layout_of(self, medium: Any) -> SliceLayout:
         """Return the slices of an image, or the groups of a video's frames."""
         if not isinstance(medium, Video):
             return super().layout_of(medium)
         _, height, width, _ = medium.frames.shape
         return self.group(medium, plan_slices(width, height, self.frame_config).tgt_sizes[0])
 
-    def rows_of(self, medium: Image.Image | Video) -> Levels:
+    def rows_of(self, medium: Any) -> Levels | Tensor:
         """Return the patch rows of an image's overview and slices, or of a video's frames."""
         if not isinstance(medium, Video):
             return super().rows_of(medium)
@@ -82,7 +84,7 @@ class TakesVideos(ChatProcessor):
         """The rule for slicing a frame: an overview alone."""
         return replace(self.image_config, max_slice_nums=1)
 
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+    def pieces(self, medium: Any, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels | Tensor]]:
         """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
         layout = self.layout_of(medium)
         if not isinstance(medium, Video):

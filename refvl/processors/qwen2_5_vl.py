@@ -5,8 +5,7 @@ The prompt does not contain the times of a video; they scale the time axis of it
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from PIL import Image
+from typing import Any
 
 from refvl.checks import Grid
 from refvl.merge import MediaTokens
@@ -32,7 +31,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
             options = {"fps": self.video_config.fps} | options
         return super().load_video(source, options)
 
-    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+    def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
         """Return the extents of an item; the time axis of a video counts the seconds between its grid steps."""
         if not isinstance(medium, Video):
             return self.media_tokens("image", layout)

@@ -9,10 +9,9 @@ As in transformers 4.57, these special tokens replace those that the chat templa
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from refvl.checks import Grid, check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MediaTokens
@@ -37,12 +36,12 @@ class Qwen3VLProcessor(ChatProcessor):
         )
         return even_indices(total, source_fps, **(rule | options))
 
-    def extents_of(self, medium: Image.Image | Video, layout: Grid) -> MediaTokens:
+    def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
         """Return the extents of an item; those of a video contain the timestamp of each frame."""
         extents = super().extents_of(medium, layout)
         if not isinstance(medium, Video):
             return extents
-        return replace(extents, timestamps=tuple(seconds_of_steps(medium.timestamps)))
+        return FramewiseMedia("video", extents.thw, timestamps=tuple(seconds_of_steps(medium.timestamps)))
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or a video's frames, each preceded by its timestamp."""

@@ -13,14 +13,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from refvl.merge import MediaTokens
 from refvl.pixels.crops import CropConfig, CropLayout, patchify_crops, plan_crops
-from refvl.pixels.media import Video
 from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
@@ -84,11 +83,11 @@ class Step3VLProcessor(ChatProcessor):
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.media_tokens("image", plan.layout).num_tokens
 
-    def layout_of(self, medium: Image.Image | Video) -> CropLayout:
+    def layout_of(self, medium: Any) -> CropLayout:
         """Return the rows and columns of an image's crops."""
-        return plan_crops(*medium.size, self.image_config).layout
+        return plan_crops(medium.width, medium.height, self.image_config).layout
 
-    def rows_of(self, medium: Image.Image | Video) -> Tensor:
+    def rows_of(self, medium: Any) -> Tensor:
         """Return the patch rows of all crops, then of the overview."""
         return patchify_crops(medium, self.image_config)[0]
 
