@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
 
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
     """Return a tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as in torch."""
-    array = source
+    array: Any = source
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu()
         array = (source.float() if source.is_floating_point() else source).numpy()
