@@ -53,10 +53,8 @@ def main() -> None:
     parser.add_argument("--image", type=Path, action="append", default=[])
     parser.add_argument("--video", type=Path, action="append", default=[])
     parser.add_argument("--save", required=True, help="a new folder")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-new-tokens", type=int, default=24)
     args = parser.parse_args()
-    stages, answer = record(args.folder, args.prompt, args.image, args.video, args.dtype, args.max_new_tokens)
+    stages, answer = record(args.folder, args.prompt, args.image, args.video, "float32", 24)
     stages.save(args.save)
     print(f"answer: {answer}\n{len(stages.tensors)} tensors in {args.save}")
 

@@ -1,0 +1,82 @@
+"""Code lines per room and their budgets: `python tests/project/test_budgets.py` prints the table.
+
+A code line is one that holds more than a comment or a part of a docstring. The mean length of a line has a budget too:
+a budget that is reached by denser lines is not reached.
+"""
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+BUDGETS = {  # a folder of refvl, or of the repository; a plain answer imports modules with lines in them
+    "refvl/*.py": 1150, "refvl/pixels": 800, "refvl/processors": 850, "refvl/encoders": 2050, "refvl/positions": 620,
+    "refvl/language": 600, "refvl/graphs": 700, "refvl/serving": 1000, "refvl/study": 1350, "refvl/tools": 750,
+    "refvl without viz": 9900, "refvl/viz": 4000, "tests": 16_000, "benchmarks": 1100, "data": 2600,
+    "notebooks": 1600, "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
+    "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
+}  # fmt: skip
+ANSWER = """
+import sys, refvl
+model = refvl.load("tiny-qwen2_5_vl", device="cpu", progress=False)
+assert model.chat("What color is the circle?", images=["data/pictures/scene.png"]) == "red"
+print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "refvl"), sep="\\n")
+"""
+
+
+def code_lines(path: Path) -> int:
+    text = path.read_text()
+    lines, docs = set[int](), set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docs |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docs)
+
+
+def characters(paths: list[Path]) -> float:
+    lines = [line.strip() for path in paths for line in path.read_text().splitlines()]
+    lengths = [len(line) for line in lines if line and not line.startswith("#")]
+    return round(sum(lengths) / len(lengths), 1)
+
+
+@cache
+def counted() -> dict[str, float]:
+    files = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in BUDGETS if (ROOT / folder).is_dir()}
+    found: dict[str, float] = {folder: sum(map(code_lines, paths)) for folder, paths in files.items()}
+    found["refvl/*.py"] = sum(map(code_lines, (ROOT / "refvl").glob("*.py")))
+    library = sorted((ROOT / "refvl").rglob("*.py"))
+    plain = [path for path in library if path not in files["refvl/viz"]]
+    found["refvl without viz"] = sum(map(code_lines, plain))
+    nodes = [node for path in plain for node in ast.walk(ast.parse(path.read_text()))]
+    found["raise in refvl without viz"] = sum(isinstance(node, ast.Raise) for node in nodes)
+    found["characters a line, refvl"] = characters(library)
+    found["characters a line, tests"] = characters(files["tests"])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run([sys.executable, "-c", ANSWER], cwd=ROOT, env=environment, capture_output=True, text=True)
+    imported = [Path(line) for line in answer.stdout.splitlines()]
+    found["an answer: modules"] = len(imported)
+    found["an answer: lines"] = sum(map(code_lines, imported))
+    return {name: found[name] for name in BUDGETS}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_budget_holds(name):
+    assert 0 < counted()[name] <= BUDGETS[name]
+
+
+if __name__ == "__main__":
+    for name, count in counted().items():
+        over = f"   {count / BUDGETS[name] - 1:+.0%}" if count > BUDGETS[name] else ""
+        print(f"{name:<28}{count:>10,}{BUDGETS[name]:>10,}{over}")
