@@ -61,11 +61,6 @@ class Glm4vVisionConfig(GridVisionConfig):
         """Return sizes for tests and figures: three blocks and a table of 6 x 6 positions."""
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96)
 
-    @property
-    def num_positions(self) -> int:
-        """The number of entries in the position table."""
-        return (self.image_size // self.patch_size) ** 2
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(GridMetadata):
@@ -88,7 +83,8 @@ class Glm4vVisionTransformer(GridEncoder):
         convolution = nn.Linear(self.patch_values, config.hidden_size)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.post_conv_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(config.num_positions, config.hidden_size)})
+        entries = (config.image_size // config.patch_size) ** 2
+        self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(entries, config.hidden_size)})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.post_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)

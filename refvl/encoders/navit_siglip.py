@@ -105,9 +105,7 @@ class NaVitSiglip(Tower):
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
         if [h * w for h, w in position_sizes] != [h * w for h, w in sizes]:
-            raise ValueError(
-                f"position_sizes: expected as many patches per slice as in tgt_sizes={sizes}, got {position_sizes}"
-            )
+            raise ValueError(f"position_sizes: expected as many patches per slice as in {sizes}, got {position_sizes}")
         return self.plan_checked(position_sizes)
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:

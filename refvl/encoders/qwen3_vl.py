@@ -66,10 +66,8 @@ class Qwen3VLVisionConfig(GridVisionConfig):
         if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
             raise ValueError(f"num_position_embeddings: must be a square number, got {self.num_position_embeddings}")
         if len({*self.deepstack_visual_indexes} & {*range(self.depth)}) != len(self.deepstack_visual_indexes):
-            raise ValueError(
-                f"deepstack_visual_indexes: expected distinct block indices from 0 to {self.depth - 1}, "
-                f"got {list(self.deepstack_visual_indexes)}"
-            )
+            said = f"distinct block indices from 0 to {self.depth - 1}, got {list(self.deepstack_visual_indexes)}"
+            raise ValueError(f"deepstack_visual_indexes: expected {said}")
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":

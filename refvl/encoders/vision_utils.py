@@ -12,7 +12,7 @@ Upstream: `VisionEncoderInfo` and subclasses, `get_vit_attn_backend`, `resolve_v
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,7 @@ def resolve_visual_encoder_outputs(
     post_layer_norm: nn.Module | None,
     *,
     select_layers: Sequence[int] | None = None,
-    max_possible_layers: int | None = None,
+    max_possible_layers: int | Any = None,
     feature_select_strategy: str | Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return one tensor of features: the last layer's output, or several hidden states concatenated.
@@ -141,14 +141,11 @@ def resolve_visual_encoder_outputs(
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:
-        allowed = tuple(FEATURE_SELECTORS)
-        raise ValueError(f"feature_select_strategy: expected one of {allowed} or a callable, got {strategy!r}")
+        raise ValueError(f"feature_select_strategy: expected one of {[*FEATURE_SELECTORS]}, got {strategy!r}")
     select = strategy if callable(strategy) else FEATURE_SELECTORS[strategy]
     if select_layers is None:
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
-    if max_possible_layers is None:
-        raise ValueError("max_possible_layers: with select_layers, expected the tower's depth, got None")
     features = [select(_hidden_state(encoder_outputs, layer, max_possible_layers)) for layer in select_layers]
     if post_layer_norm is not None and select_layers[-1] in (-1, max_possible_layers - 1):
         features[-1] = post_layer_norm(features[-1])

@@ -33,14 +33,7 @@ PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # with o
 
 
 def load_language_model(
-    folder: Path,
-    text_config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    model_class: type[CausalTextModel] = CausalTextModel,
-    progress: bool = True,
-    **kwargs,
+    folder: Path, text_config: PretrainedConfig, *, dtype, device, model_class=CausalTextModel, progress=True, **kwargs
 ) -> CausalTextModel:
     """Load the text part of the checkpoint in `folder`, strictly.
 
@@ -141,12 +134,7 @@ def progress_bars(wanted: bool) -> Iterator[None]:
 
 
 def random_language_model(
-    text_config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    model_class: type[CausalTextModel] = CausalTextModel,
-    **kwargs,
+    text_config: PretrainedConfig, *, dtype, device, model_class=CausalTextModel, **kwargs
 ) -> CausalTextModel:
     """Build the text model at full size with random weights; on `meta`, it needs no memory."""
     built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # random values are the same on every device

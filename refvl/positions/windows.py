@@ -33,9 +33,8 @@ def get_window_index(
     merge = check_positive_int(spatial_merge_size, "spatial_merge_size")
     side = check_positive_int(window_size, "window_size") // merge // check_positive_int(patch_size, "patch_size")
     if side < 1:
-        raise ValueError(
-            f"window_size: must fit at least one merged token of {patch_size * merge} px, got {window_size}"
-        )
+        token = patch_size * merge
+        raise ValueError(f"window_size: must fit at least one merged token of {token} px, got {window_size}")
     return window_order(as_grids(grid_thw), merge, min(side, MAX_PATCHES))  # no grid is larger than MAX_PATCHES
 
 

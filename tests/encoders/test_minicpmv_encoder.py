@@ -114,16 +114,6 @@ def test_a_transformers_config_will_do():
     assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).config.query_num == 4
 
 
-@pytest.mark.parametrize(("version", "width", "heads"), [("2.0", 2304, 18), ("2.6", 3584, 28), ("4.5", 4096, 32)])
-def test_released_shapes(version, width, heads):
-    """Heads of 128 in the resampler, of 72 in the tower, 64 queries; no memory needed."""
-    values = {"hidden_size": width, "query_num": 64, "vision_config": {}, "slice_config": {"scale_resolution": 448}}
-    with torch.device("meta"):
-        encoder = ENCODERS[version].from_config(values)
-    assert (encoder.resampler.attn.num_heads, encoder.resampler.attn.head_dim) == (heads, 128)
-    assert (encoder.config.head_dim, encoder.resampler.num_queries, encoder.config.vision.patch_size) == (72, 64, 14)
-
-
 def test_bad_configs_are_named():
     with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
         MiniCPMVEncoderConfig.from_hf({"hidden_size": 64, "query_num": 4})
