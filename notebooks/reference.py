@@ -52,7 +52,6 @@ HOME = {  # the file of a definition: its test, its notebook
     "positions/canvas.py": ("positions/test_canvas.py", "07"),
     "positions/mrope.py": ("positions/test_mrope.py", "02"),
     "positions/packed.py": ("positions/test_packed.py", "13"),
-    "positions/pruners.py": ("journeys/test_pruning.py", "03"),
     "positions/tables.py": ("positions/test_tables.py", "07"),
     "positions/timestamps.py": ("positions/test_timestamps.py", "06"),
     "positions/vidcom2.py": ("positions/test_vidcom2.py", "03"),
@@ -210,7 +209,7 @@ def entries() -> list[Entry]:
             is_error = isinstance(value, type) and issubclass(value, Exception)
             signature = name + ("(message)" if is_error else str(inspect.signature(value)))
         else:
-            source, line, signature = f"{module.replace('.', '/')}/pruners.py", 0, name
+            source, line, signature = f"{module.replace('.', '/')}/vidcom2.py", 0, name
         home = source.removeprefix("refvl/")
         test = most_uses(name, "tests/**/test_*.py") or f"tests/{HOME[home][0]}"
         shown = Path(most_uses(name, "notebooks/[0-9]*.ipynb")).stem

@@ -128,9 +128,9 @@ FAMILIES = (
     MINICPMV("MiniCPM-V 4.5", ("minicpmv",), "minicpmv:MiniCPMV4_5Encoder", "minicpmv:MiniCPMV4_5Processor",
              config=partial(minicpmv_config, "Qwen3Config"), version="4.5"),
     Family("MiniCPM-V 4.6", ("minicpmv4_6",), "minicpmv4_6:MiniCPMV4_6Encoder", "minicpmv4_6:MiniCPMV4_6Processor",
-           "minicpmv4_6:MiniCPMV4_6TextModel", FOLDED, cannot=NO_PLACES),
+           "qwen3_5:MiniCPMV4_6TextModel", FOLDED, cannot=NO_PLACES),
     Family("MiniCPM-V 4.7", ("minicpmv4_7",), "minicpmv4_6:MiniCPMV4_7Encoder", "minicpmv4_6:MiniCPMV4_7Processor",
-           "minicpmv4_6:MiniCPMV4_7TextModel", FOLDED, cannot=NO_PLACES),
+           "qwen3_5:MiniCPMV4_7TextModel", FOLDED, cannot=NO_PLACES),
 )  # fmt: skip
 
 

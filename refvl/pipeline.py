@@ -4,7 +4,7 @@ decode media      pixels/            file, array -> image, sampled frames
 patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
 plan              encoders/          layout -> window order, rotary angles, segment lengths (CPU)
 encode            encoders/, graphs/ rows -> embeddings (M, W)
-prune             positions/pruners  which video tokens are kept: EVS or VidCom2
+prune             positions/vidcom2  which video tokens are kept: EVS or VidCom2
 merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to the tokens that are kept
 prefill, decode   language/          embeddings + positions -> token ids -> text
@@ -28,7 +28,7 @@ from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
 from refvl.language.model import CausalTextModel, TokenTimer, generate
 from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
-from refvl.positions.pruners import PRUNERS, find_pruner
+from refvl.positions.vidcom2 import PRUNERS, find_pruner
 from refvl.trace import Record
 
 

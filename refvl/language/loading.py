@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
@@ -49,7 +49,6 @@ def load_language_model(
     device = torch.device(device)
     if device.type == "cuda" and not PLACED_BY & kwargs.keys() and importlib.util.find_spec("accelerate"):
         kwargs["device_map"] = {"": device}
-    _check_groups(kwargs.get("quantization_config"), text_config, model_class)
     with progress_bars(progress):
         loaded: Any = model_class.from_pretrained(
             folder,
@@ -67,28 +66,7 @@ def load_language_model(
     raise_for_weights(folder, PART, {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in kinds})
     broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     raise_for_weights(folder, PART, {"nan or inf": sorted(broken)})
-    _check_token_ids(folder, model.generation_config)
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
-
-
-def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
-    """Raise an error if groups of values that share a scale (torchao's `PerGroup`) do not divide the rows evenly."""
-    layout = getattr(quantization_config, "quant_type", None)
-    group = getattr(getattr(layout, "granularity", layout), "group_size", None)
-    if not isinstance(group, int) or group < 1:
-        return
-    with torch.device("meta"):
-        linear = [m for m in model_class._from_config(copy.deepcopy(text_config)).modules() if isinstance(m, nn.Linear)]
-    if uneven := sorted({layer.in_features for layer in linear if layer.in_features % group}):
-        raise ValueError(f"quantization_config: rows of {uneven[0]} values cannot be divided into groups of {group}")
-
-
-def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config, name)
-        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if not all((isinstance(i, int) and not isinstance(i, bool)) or i is None for i in ids):
-            raise ValueError(f"{folder / 'generation_config.json'}: {name} must be a token id, got {value!r}")
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:

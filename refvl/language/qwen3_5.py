@@ -1,8 +1,17 @@
-"""Qwen3.5's text models are those of transformers; this file refuses packed prompts for their linear attention."""
+"""Qwen3.5's text models are those of transformers; this file refuses packed prompts for their linear attention.
+
+MiniCPM-V 4.6 and 4.7 also have a text model of Qwen3.5, each with its own rule for positions.
+"""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from refvl.language.model import CausalTextModel
+from refvl.language.model import CausalTextModel, SequentialTextModel
+from refvl.positions.canvas import CanvasMarks, canvas_positions
+from refvl.positions.mrope import MediaSpan
+
+FOLDED_VISION = r"^(model\.)?(vision_tower|merger)\."  # a regular expression for the tower's weights in MiniCPM-V 4.6
 
 
 class Qwen3_5TextModel(CausalTextModel):
@@ -17,3 +26,22 @@ class Qwen3_5TextModel(CausalTextModel):
                 "position_ids: expected one prompt, because Qwen3.5's linear-attention layers would mix packed prompts"
             )
         return position_ids
+
+
+class MiniCPMV4_6TextModel(Qwen3_5TextModel):
+    """MiniCPM-V 4.6: positions are the token indices, including those of media tokens."""
+
+    _keys_to_ignore_on_load_unexpected = [FOLDED_VISION, r"^mtp\."]  # noqa: RUF012
+
+    positions = SequentialTextModel.positions
+
+
+class MiniCPMV4_7TextModel(MiniCPMV4_6TextModel):
+    """MiniCPM-V 4.7: an overview and its slices share one canvas."""
+
+    def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
+        """Return positions on canvases, (3, L) int64. Raises ValueError if config.json does not set the separators."""
+        marks = CanvasMarks(**{name: getattr(self.config, f"{name}_id") for name in CanvasMarks._fields})
+        if spans and None in marks:
+            raise ValueError(f"config.json: expected token ids for image_start_id and other separators, got {marks}")
+        return canvas_positions(ids_L, spans, marks)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, Qwen3Con
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from refvl.language.model import SequentialTextModel
+from refvl.language.step3_config import Step3VLConfig
 
 VISION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."  # the tower's weights
 
@@ -33,24 +34,13 @@ class PerceptionEncoderConfig(PretrainedConfig):
     layer_norm_eps: float = 1e-5
 
 
-class StepVLConfig(PretrainedConfig):
-    """The whole config.json of Step3-VL-10B."""
+class StepVLConfig(Step3VLConfig):
+    """The whole config.json of Step3-VL-10B: Step3's keys around other parts."""
 
     model_type = "step_robotics"
     sub_configs = {"vision_config": PerceptionEncoderConfig, "text_config": Qwen3Config}  # noqa: RUF012
 
-    vision_config: dict | PretrainedConfig | None = None
-    text_config: dict | PretrainedConfig | None = None
-    understand_projector_stride: int = 2
-    projector_bias: bool = False
     image_token_id: int = 151679
-    tie_word_embeddings: bool = False
-
-    def __post_init__(self, **kwargs):
-        for name, config_class in self.sub_configs.items():
-            if not isinstance(values := getattr(self, name), PretrainedConfig):
-                setattr(self, name, config_class(**(values or {})))
-        super().__post_init__(**kwargs)
 
 
 AutoConfig.register(StepVLConfig.model_type, StepVLConfig, exist_ok=True)

@@ -12,11 +12,11 @@ FILES = {
            "recompute_mrope_positions",
     "mrope": "MediaSpan get_mrope_input_positions mrope_axis_of_pairs mrope_delta restrict_positions",
     "packed": "PackingCollator pack truncate",
-    "pruners": "PRUNERS find_pruner",
     "rotary": "apply_rotary merge_block_coordinates vision_rotary_cos_sin",
     "tables": "interpolate_position_table sincos_1d sincos_2d",
     "timestamps": "FrameSample sample_video_frames",
-    "vidcom2": "vidcom2_frame_budgets vidcom2_retained_tokens_count vidcom2_retention_mask vidcom2_similarities",
+    "vidcom2": "PRUNERS find_pruner vidcom2_frame_budgets vidcom2_retained_tokens_count vidcom2_retention_mask "
+               "vidcom2_similarities",
     "windows": "get_window_index invert_permutation",
 }  # fmt: skip
 __all__ = " ".join(FILES.values()).split()

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import (
-    MAX_PATCHES,
-    as_integers,
-    as_sequence,
-    check_flag,
-    check_int,
-    check_mask,
-    check_number,
-    check_positive_int,
-)
+from refvl.checks import as_integers, check_flag, check_int, check_mask, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -90,19 +81,15 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
             [0, 1, 1, 2, 2, 3],
             [0, 1, 2, 1, 2, 3]]), -2)
     """
-    if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
-        raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} tokens in a prompt, got {num_tokens}")
-    if wrong := [span for span in as_sequence(spans, "spans") if not isinstance(span, MediaSpan)]:
-        raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
-    end = 0
+    num_tokens, end = check_positive_int(num_tokens, "num_tokens"), 0
     for span in sorted(spans, key=lambda s: s.offset):
         if span.offset < end or span.offset + span.num_tokens > num_tokens:
             raise ValueError(
                 f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}; "
-                f"expected tokens from {end} on and below {int(num_tokens)} (no overlap, inside the prompt)"
+                f"expected tokens from {end} on and below {num_tokens} (no overlap, inside the prompt)"
             )
         end = span.offset + span.num_tokens
-    positions_3L = mrope_positions(int(num_tokens), spans)
+    positions_3L = mrope_positions(num_tokens, spans)
     return positions_3L, mrope_delta(positions_3L)
 
 

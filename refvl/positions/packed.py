@@ -116,12 +116,7 @@ class PackingCollator:
 def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:
     """Return the ids and positions of a trace or a mapping, after checking that they match."""
     get = prompt.__getitem__ if isinstance(prompt, Mapping) else lambda field: getattr(prompt, field)
-    try:
-        ids, positions = torch.as_tensor(get("input_ids")).cpu(), torch.as_tensor(get("positions")).cpu()
-    except (AttributeError, KeyError) as error:
-        raise ValueError(
-            f"{name}: expected a trace, or a mapping with input_ids and positions, got {prompt!r}"
-        ) from error
+    ids, positions = torch.as_tensor(get("input_ids")).cpu(), torch.as_tensor(get("positions")).cpu()
     check_shape(ids, (None,), f"{name}: input_ids")
     check_shape(positions, (3, len(ids)), f"{name}: positions")
     return ids, positions

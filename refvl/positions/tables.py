@@ -13,16 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import (
-    Grid,
-    as_grids,
-    as_integers,
-    check_floats,
-    check_positive_int,
-    check_positive_ints,
-    check_room,
-    check_shape,
-)
+from refvl.checks import Grid, as_grids, as_integers, check_floats, check_positive_int, check_room, check_shape
 from refvl.positions.rotary import block_positions
 
 MODES = ("bicubic", "bilinear", "nearest")
@@ -105,7 +96,8 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
     >>> sincos_1d(4, 2).tolist()[0]
     [0.0, 0.0, 1.0, 1.0]
     """
-    [length] = check_room(check_positive_ints(length=length), 4 * check_positive_int(embed_dim, "embed_dim"), "length")
+    length, embed_dim = check_positive_int(length, "length"), check_positive_int(embed_dim, "embed_dim")
+    check_room([length], 4 * embed_dim, "length")
     return sincos(torch.arange(length), sincos_frequencies(embed_dim))
 
 

@@ -13,14 +13,19 @@ compares it with the previous frame. The first frame gets no special treatment.
 
 A video has t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal
 in exact arithmetic are equal on every machine, and ties go to the earlier token. Halves are exact and round to even.
+
+`PRUNERS` at the end of this file lists both methods, EVS and VidCom2, by name.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import MAX_FRAMES, check_count, check_floats, check_pruning_rate, check_shape, check_values
-from refvl.positions.evs import num_tokens_of, split_frames
+from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.positions.evs import compute_retained_tokens_count, compute_retention_mask, num_tokens_of, split_frames
 
 BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; a single one would miss other distances
 TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
@@ -34,8 +39,8 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
     8
     """
-    num_frames = check_count(num_frames, "num_frames", MAX_FRAMES)
-    total = check_count(tokens_per_frame, "tokens_per_frame") * num_frames
+    num_frames = check_positive_int(num_frames, "num_frames")
+    total = check_positive_int(tokens_per_frame, "tokens_per_frame") * num_frames
     return max(num_frames, int(total * (1 - check_pruning_rate(q))))
 
 
@@ -100,3 +105,25 @@ def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
     mask = torch.zeros_like(chosen)
     mask[order[:count]] = True
     return mask
+
+
+@dataclass(frozen=True, slots=True)
+class Pruner:
+    """A method: `count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, thw, merge_size, q)`."""
+
+    title: str
+    count: Callable[[int, int, float], int]
+    mask: Callable[..., Tensor]
+
+
+PRUNERS = {
+    "evs": Pruner("EVS", compute_retained_tokens_count, compute_retention_mask),
+    "vidcom2": Pruner("VidCom2", vidcom2_retained_tokens_count, vidcom2_retention_mask),
+}
+
+
+def find_pruner(name: str) -> Pruner:
+    """Return the pruner registered under `name`; raise ValueError listing the valid names."""
+    if not isinstance(name, str) or name not in PRUNERS:
+        raise ValueError(f"pruning: expected {' or '.join(map(repr, PRUNERS))}, got {name!r}")
+    return PRUNERS[name]

@@ -64,13 +64,6 @@ def test_memory_by_half():
     assert f"language model {after['language_model'] / 2**20:.1f} MiB" in describe(packed)["weights in float32"]
 
 
-def test_a_group_that_divides_no_row_is_one_sentence():
-    """Rows of 320 values in groups of 128, as 3,420 are in Qwen2.5-VL's tower."""
-    said = "^quantization_config: rows of 320 values cannot be divided into groups of 128$"
-    with pytest.raises(ValueError, match=said):
-        quantized(4, group=128)
-
-
 def test_info_reads_what_a_quantised_checkpoint_takes(tmp_path):
     """Oracle: the bytes of the tensors in the file."""
     folder = make_checkpoint(tmp_path)

@@ -181,31 +181,25 @@ def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+def test_integers_of_any_kind_make_integer_positions():
+    """Oracle: the same span from Python's integers; the largest factor that fits is no overflow."""
+    span = MediaSpan(torch.tensor(1), torch.tensor(2), np.int64(2), 2, np.float32(0.5))
+    assert span == MediaSpan(1, 2, 2, 2, 0.5) and type(span.offset) is int
+    positions, _ = get_mrope_input_positions(9, [MediaSpan(torch.tensor(1), 2, 2, 2, 2.0**30 - 1)])
+    assert positions.dtype == torch.int64 and int(positions.max()) == 2**30
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "spans", "message"),
+    ("spans", "message"),
     [
-        (
-            9,
-            [MediaSpan(0, 1, 2, 2), MediaSpan(3, 1, 2, 2)],
-            "covers prompt tokens 3 to 6; expected tokens from 4 on and below 9",
-        ),
-        (9, [MediaSpan(6, 1, 2, 2)], "covers prompt tokens 6 to 9; expected tokens from 0 on and below 9"),
-        (9, [MediaSpan(2, 1, 2, 2)] * 2, "covers prompt tokens 2 to 5; expected tokens from 6 on and below 9"),
-        (0, [], "num_tokens: must be at least 1, got 0"),
-        (-1, [], "num_tokens: must be at least 1, got -1"),
+        ([MediaSpan(0, 1, 2, 2), MediaSpan(3, 1, 2, 2)], "tokens 3 to 6; expected tokens from 4 on and below 9"),
+        ([MediaSpan(6, 1, 2, 2)], "covers prompt tokens 6 to 9; expected tokens from 0 on and below 9"),
     ],
-    ids=["overlap", "outside", "twice", "no tokens", "negative"],
+    ids=["overlap", "outside"],
 )
-def test_spans_that_do_not_fit_are_named(num_tokens, spans, message):
+def test_spans_that_do_not_fit_are_named(spans, message):
     with pytest.raises(ValueError, match=message):
-        get_mrope_input_positions(num_tokens, spans)
-
-
-def test_wrong_kinds_are_named():
-    with pytest.raises(TypeError, match=r"spans: expected MediaSpan, got \(0, 1, 2, 2\)"):
-        get_mrope_input_positions(9, [(0, 1, 2, 2)])
-    with pytest.raises(TypeError, match="num_tokens: expected an integer, got float"):
-        get_mrope_input_positions(9.0, [])
+        get_mrope_input_positions(9, spans)
 
 
 @pytest.mark.parametrize(
@@ -214,24 +208,11 @@ def test_wrong_kinds_are_named():
         ({"offset": -1}, ValueError, "MediaSpan.offset: must be at least 0, got -1"),
         ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got float 0.5"),
         ({"t": 0}, ValueError, "MediaSpan.t: must be at least 1, got 0"),
-        ({"offset": torch.tensor(1.0)}, TypeError, r"MediaSpan.offset: expected an integer, got Tensor tensor\(1.\)"),
-        ({"offset": True}, TypeError, "MediaSpan.offset: expected an integer, got bool True"),
-        ({"t_factor": "3"}, TypeError, "MediaSpan.t_factor: expected a number, got str '3'"),
-        ({"t_factor": 1e300}, ValueError, "MediaSpan.t_factor: .* below position 2147483648, got 1e\\+300"),
         ({"t": 2, "t_factor": 2.0**30}, ValueError, "MediaSpan.t_factor: .* keep 2 steps below position 2147483648"),
         ({"t_factor": float("nan")}, ValueError, "MediaSpan.t_factor: .* got nan"),
-        ({"t_factor": float("inf")}, ValueError, "MediaSpan.t_factor: .* got inf"),
         ({"t_factor": -0.5}, ValueError, "MediaSpan.t_factor: .* got -0.5"),
     ],
 )
 def test_a_bad_span_is_named(fields, error, message):
     with pytest.raises(error, match=message):
         MediaSpan(**({"offset": 0, "t": 1, "h": 2, "w": 2} | fields))
-
-
-def test_integers_of_any_kind_make_integer_positions():
-    """Oracle: the same span from Python's integers; the largest factor that fits is no overflow."""
-    span = MediaSpan(torch.tensor(1), torch.tensor(2), np.int64(2), 2, np.float32(0.5))
-    assert span == MediaSpan(1, 2, 2, 2, 0.5) and type(span.offset) is int
-    positions, _ = get_mrope_input_positions(9, [MediaSpan(torch.tensor(1), 2, 2, 2, 2.0**30 - 1)])
-    assert positions.dtype == torch.int64 and int(positions.max()) == 2**30

@@ -72,9 +72,7 @@ def test_every_pair_has_one_axis(section, interleaved):
     ("section", "error", "message"),
     [
         ([1, 2], ValueError, r"section: expected \(t, h, w\)"),
-        ([1, 2, -1], ValueError, "section: "),
         ([1, 2, 0.5], TypeError, "section: expected integers"),
-        (5, ValueError, "section: "),
     ],
 )
 def test_other_sections_are_refused(section, error, message):

@@ -3,7 +3,6 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from refvl.positions import (
     MediaSpan,
     compute_mrope_for_media,
     compute_retention_mask,
-    get_mrope_input_positions,
     recompute_mrope_positions,
     restrict_positions,
 )
 from refvl.study.releases import (
     bfloat16_position_channels,
-    closed_up_positions,
     joined_videos_masks,
     larger_side_positions,
     second_per_grid_truncated,
@@ -91,14 +88,6 @@ def test_a_second_medium_is_written_over_the_first_behind_a_longer_text():
         assert torch.equal(theirs[:, first], (pieces[1] if is_lost else pieces[0])[:3, :9] + front + 1)
 
 
-def test_the_width_rule_differs_from_ours_where_width_is_not_the_longest_axis():
-    wide, tall = MediaSpan(2, 1, 3, 5), MediaSpan(2, 1, 5, 3)
-    assert torch.equal(width_offset_positions(20, [wide])[0], get_mrope_input_positions(20, [wide])[0])
-    ours, theirs = get_mrope_input_positions(20, [tall])[0], width_offset_positions(20, [tall])[0]
-    assert torch.equal(ours[:, :17], theirs[:, :17])
-    assert torch.equal(ours[:, 17:], theirs[:, 17:] + 2)
-
-
 def test_larger_side_and_truncated_seconds_are_what_transformers_computes():
     """Oracle: `get_rope_index` of the installed release; only 5.17 truncates the seconds per grid step."""
     config = Qwen2_5_VLConfig(
@@ -137,49 +126,6 @@ def test_bfloat16_keeps_integers_up_to_256_only():
     assert torch.equal(rounded[:257], positions[:257])
     assert len(rounded[256:513].unique()) == 129
     assert len(rounded[512:].unique()) == 129
-
-
-def tiny_nemotron_omni(q: float):
-    """transformers' own module with one Mamba and one attention layer, frames of four tokens, 32 wide."""
-    theirs = pytest.importorskip("transformers.models.nemotron_h_omni")
-    vision = {
-        "model_type": "radio", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1.0,
-        "patch_size": 4, "image_size": 16, "max_img_size": 64, "video_temporal_patch_size": 2,
-    }  # fmt: skip
-    text = {
-        "model_type": "nemotron_h", "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "layers_block_type": ["linear_attention", "full_attention"],
-        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
-    }  # fmt: skip
-    config = theirs.NemotronH_Omni_Reasoning_V3_Config(
-        vision_config=vision, text_config=text, image_token_id=7, video_pruning_rate=q, vision_hidden_size=32,
-        projector_hidden_size=32,
-    )  # fmt: skip
-    return theirs.NemotronH_Omni_Reasoning_V3(config).eval()
-
-
-@pytest.mark.parametrize("frames", [(3, 2), (1, 4), (5,)])
-@pytest.mark.parametrize("q", [0.3, 0.5, 0.7])
-def test_joined_videos_and_closed_up_positions_are_what_nemotron_computes(frames, q):
-    """Oracle: transformers' `NemotronH_Omni_Reasoning_V3`, by what its layers receive.
-
-    Embeddings are given, because the module's own video path ends in a TypeError in 5.23: `torch.cat` of one tensor.
-    """
-    generator = torch.Generator().manual_seed(0)
-    videos = [torch.randn(t, 4, 32, generator=generator) for t in frames]
-    model, seen = tiny_nemotron_omni(q), []
-    layers = model.language_model.model.layers
-    layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    ids = torch.tensor([[1, 2, *[7] * (4 * sum(frames)), 3]])
-    with torch.no_grad():
-        model(input_ids=ids, mm_encoder_outputs={"video": SimpleNamespace(pooler_output=videos)})
-    [[hidden], kwargs] = seen[0]
-
-    masks = joined_videos_masks([video.flatten(0, 1) for video in videos], 4, q)
-    kept = torch.cat([video.flatten(0, 1)[mask] for video, mask in zip(videos, masks, strict=True)])
-    assert torch.equal(hidden[0, 2:-1], kept)
-    positions, delta = closed_up_positions(len(kept) + 3)
-    assert torch.equal(kwargs["position_ids"].expand(3, -1), positions) and delta == 0
 
 
 def test_a_second_video_that_begins_as_the_first_ends_loses_its_first_frame():
