@@ -18,7 +18,6 @@ Grid = tuple[int, int, int]
 MAX_PATCHES = 2**22  # the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
 MAX_FRAMES = 2**24  # the maximum number of frames in a video: three days at 60 frames per second
 MAX_SECONDS = 10**6  # the maximum time between two grid steps: more than eleven days
-MAX_PLAN_BYTES = 2**30  # the maximum size of the vectors in one plan, one vector per patch
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
 
@@ -133,13 +132,12 @@ def check_integers(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
+def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
     Raises TypeError for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
     `spatial_merge_size`, because a merged token needs a whole merge block of patches.
-    size: the number of bytes that a plan stores for each patch (see `check_room`).
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
     grids = list[Grid]()
@@ -147,7 +145,6 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", s
         if h % m or w % m:
             raise ValueError(f"{name}[{i}]: h and w must be multiples of spatial_merge_size={m}, got {(t, h, w)}")
         grids.append((t, h, w))
-    check_room([sum(map(math.prod, grids))], size, name)
     return grids
 
 
@@ -174,17 +171,6 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
     return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
-
-
-def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
-    """Return `extents` if vectors of `size` bytes, one per position, take less than `MAX_PLAN_BYTES` in total.
-
-    Raises ValueError naming `name`.
-    """
-    if (needed := math.prod(extents) * size) >= MAX_PLAN_BYTES:
-        vectors = f"expected less than {MAX_PLAN_BYTES / 2**30:.0f} GiB of vectors in one plan"
-        raise ValueError(f"{name}: {vectors}, got {needed // 2**30:,} GiB for {math.prod(extents):,} patches")
-    return extents
 
 
 def check_plan(encoder: Any, layouts: list) -> list:

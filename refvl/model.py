@@ -54,20 +54,31 @@ class VLM(Pipeline):
         `stop_strings`, `streamer`, ...).
         Errors: see `trace`.
         """
-        num_beams = self.check_options("chat", generate_kwargs, max_new_tokens)
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
+        beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
+        runs_plainly = beams == 1 and self.device.type != "meta"
+        if generate_kwargs or stream or prefill_chunk is not None or not runs_plainly:
+            return self._chat_with_options(request, max_new_tokens, prefill_chunk, stream, generate_kwargs)
+        trace = self.read(request)
+        self.answer(trace, max_new_tokens)
+        return trace.text
+
+    def _chat_with_options(
+        self, request: Request, max_new_tokens: int, prefill_chunk: int | None, stream: bool, options: dict
+    ) -> str | Iterator[str]:
+        num_beams = self.check_options("chat", options, max_new_tokens)
         if prefill_chunk is None:
             trace = self.read(request)
         else:
             from refvl.serving.long_prompts import read_in_chunks
 
-            trace, generate_kwargs = read_in_chunks(self, prefill_chunk, request, generate_kwargs)
+            trace, options = read_in_chunks(self, prefill_chunk, request, options)
         if stream:
             from refvl.serving.streaming import stream_answer
 
-            return stream_answer(self, trace, max_new_tokens, generate_kwargs)
+            return stream_answer(self, trace, max_new_tokens, options)
         answer = self.answer if num_beams == 1 else self.answer_with_beams
-        answer(trace, max_new_tokens, **generate_kwargs)
+        answer(trace, max_new_tokens, **options)
         return trace.text
 
     def trace(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import as_size, check_room, check_shape
+from refvl.checks import as_size, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.tables import resize_position_table, sincos_2d
@@ -41,7 +41,6 @@ class Resampler2(Resampler):
 
         layouts: the (h, w) of each slice.
         """
-        check_room([sum(h * w for h, w in layouts)], 4 * self.embed_dim, "tgt_sizes")
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         keys = [resize_position_table(queries_QD, size, antialias=False) for size in layouts]
         metadata = FixedGridMetadata(

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.attention import plan_segments
-from refvl.checks import check_positive, check_room, check_shape
+from refvl.checks import check_positive, check_shape
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
@@ -88,7 +88,6 @@ class SiglipViT(NaVitSiglip):
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
         """Compute everything that depends on sizes for images of (h, w) patches each; positions are (N, E) vectors."""
         table = self.get_parameter(TABLE)
-        check_room([sum(h * w for h, w in layouts)], 4 * table.shape[1], "tgt_sizes")
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         return to_device(NaVitMetadata(**segments, positions=torch.cat(positions)), self.device)

@@ -43,7 +43,7 @@ def vision_rotary_cos_sin(
     if check_count(head_dim, "head_dim") % 4:
         raise ValueError(f"head_dim: must be a multiple of 4 (h and w use head_dim / 4 angles each), got {head_dim}")
     frequencies = rotary_frequencies(int(head_dim), theta=check_positive(theta, "theta"))
-    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size, size=4 * int(head_dim))
+    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size)
     return rotary_cos_sin(block_positions(grids, int(spatial_merge_size)), frequencies)
 
 

@@ -161,23 +161,6 @@ def test_a_long_encode_runs_in_several_forwards_with_a_progress_bar(vlm, monkeyp
         assert_agree(ours, whole, vlm.encoder)
 
 
-def test_a_grid_that_cannot_be_merged_is_refused(vlm, folder):
-    rows, _ = image_tensors(folder, PHOTOS[:1])
-    with pytest.raises(ValueError, match="multiples of spatial_merge_size"):
-        vlm.generate(
-            prompt_ids(vlm, CONTENTS["one image"]), pixel_values=rows, image_grid_thw=torch.tensor([[1, 4, 5]])
-        )
-
-
-def test_too_few_placeholders(vlm, folder):
-    input_ids = prompt_ids(vlm, CONTENTS["one image"])
-    rows, grids = image_tensors(folder, PHOTOS[:1])
-    is_image = input_ids[0] == vlm.token_ids["image"]
-    short = torch.cat([input_ids[:, : is_image.nonzero()[0]], input_ids[:, is_image.nonzero()[0] + 1 :]], dim=1)
-    with pytest.raises(ValueError, match=r"expected 12 image placeholders for 1 image\(s\), got 11"):
-        vlm.generate(short, pixel_values=rows, image_grid_thw=grids)
-
-
 def test_context_is_never_exceeded(tmp_path):
     folder = make_checkpoint(tmp_path, text_config={"max_position_embeddings": 40})
     vlm = refvl.load(folder, device="cpu", progress=False)

@@ -1,8 +1,4 @@
-"""What a notebook shows of the package, a model and a run. Oracles: IPython's own completer, jedi, pydoc."""
-
-import json
-import subprocess
-import sys
+"""What a notebook shows of the package, a model and a run."""
 
 import pytest
 
@@ -15,60 +11,6 @@ SCENE = DATA / "pictures" / "scene.png"
 @pytest.fixture(scope="module")
 def vlm():
     return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
-
-
-FRESH_KERNEL = """if True:
-    import json, pydoc, sys
-    from IPython.core.completer import provisionalcompleter
-    from IPython.core.interactiveshell import InteractiveShell
-    shell, told = InteractiveShell.instance(), {}
-    shell.run_cell("import refvl")
-    told["torch"] = "torch" in sys.modules
-    for jedi in (True, False):
-        shell.Completer.use_jedi = jedi
-        with provisionalcompleter():
-            offers = shell.Completer.completions("refvl.", 6)
-            told[f"Tab, jedi {jedi}"] = [offer.text.split(".")[-1] for offer in offers]
-    import refvl.positions, refvl.viz
-    told["transformers"] = "transformers" in sys.modules
-    told["help"] = pydoc.plain(pydoc.render_doc(refvl))
-    print(json.dumps(told))
-"""
-
-
-@pytest.fixture(scope="module")
-def kernel() -> dict:
-    """What a fresh kernel offers after `import refvl`, and what it has imported by then."""
-    pytest.importorskip("IPython")
-    done = subprocess.run([sys.executable, "-c", FRESH_KERNEL], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.thorough
-def test_tab_offers_what_there_is(kernel):
-    """With and without jedi, before anything was imported but refvl itself."""
-    for jedi in (True, False):
-        offered = set(kernel[f"Tab, jedi {jedi}"])
-        assert {"load", "VLM", "Trace", "positions", "encoders", "graphs", "viz"} <= offered, jedi
-
-
-@pytest.mark.thorough
-def test_a_package_does_not_import_transformers(kernel):
-    """And refvl alone not even torch."""
-    assert not kernel["torch"] and not kernel["transformers"]
-
-
-@pytest.mark.thorough
-def test_help_is_readable(kernel):
-    assert all(words in kernel["help"] for words in ("refvl.load", "load(path_or_id", "class VLM"))
-
-
-@pytest.mark.thorough
-def test_an_editor_knows_what_load_gives():
-    jedi = pytest.importorskip("jedi")
-    code = "import refvl\nmodel = refvl.load('folder')\nmodel."
-    names = {completion.name for completion in jedi.Script(code).complete(3, 6)}
-    assert {"chat", "trace", "generate", "encoder", "processor", "language_model"} <= names
 
 
 def test_what_is_listed_is_there():

@@ -72,7 +72,7 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     save_file(weights, folder.parent / "outside.safetensors")
     (folder / "model.safetensors").unlink()
     write_index(folder, weights, dict.fromkeys(weights, place))
-    refuses(folder, "must name a file inside the folder")
+    refuses(folder, "must name a *.safetensors file inside it")
 
 
 @pytest.mark.parametrize(
