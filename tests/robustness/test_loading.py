@@ -80,10 +80,9 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     [
         ("[]", "model.safetensors.index.json: expected a JSON object, got []"),
         ('{"weight', "model.safetensors.index.json is not valid JSON"),
-        ("{}", "model.safetensors.index.json: expected an object under 'weight_map', got None"),
-        ('{"weight_map": {}}', "expected an object under 'metadata', got None"),
-        ('{"weight_map": {}, "metadata": {}}', "expected at least one *.safetensors file under 'weight_map', got none"),
-        ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file, got 3"),
+        ("{}", "model.safetensors.index.json: expected weights and their files under 'weight_map', got None"),
+        ('{"weight_map": {}, "metadata": {}}', "expected weights and their files under 'weight_map', got {}"),
+        ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file inside it, got 3"),
     ],
 )  # fmt: skip
 def test_a_malformed_index_is_named(folder, content, message):
