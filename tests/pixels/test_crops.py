@@ -1,5 +1,6 @@
 """Where Step3-VL cuts a picture, and the pixels that its encoder gets."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -58,11 +59,11 @@ def test_plans_equal_golden(case):
         assert [*plan.layout.newline_mask] == case["newline_mask"]
 
 
-@pytest.mark.parametrize(("width", "height", "crops", "newlines"), GOLDEN["patcher_disabled"])
-def test_crops_switched_off_equal_golden(width, height, crops, newlines):
+def test_crops_switched_off_equal_golden():
     """Oracle: vLLM 0.33.0 `ImagePatcher(enable_patch=False)`."""
-    layout = plan_crops(width, height, CropConfig(enable_crops=False)).layout
-    assert (layout.crops, layout.newlines) == (crops, newlines) == (0, 0)
+    for width, height, crops, newlines in GOLDEN["patcher_disabled"]:
+        layout = plan_crops(width, height, CropConfig(enable_crops=False)).layout
+        assert (layout.crops, layout.newlines) == (crops, newlines) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +71,9 @@ def test_crops_switched_off_equal_golden(width, height, crops, newlines):
     [
         (727, 727, 0),  # small and square: the overview shows all
         (728, 728, 504),
-        (727, 485, 0),  # ratio 1.499
         (727, 484, 484),  # ratio 1.502: elongated, its short side
         (300, 450, 0),  # ratio exactly 1.5
         (2016, 504, 504),  # ratio exactly 4
-        (2017, 504, 504),
         (2100, 500, 500),  # above 4, the short side is less than 504
         (2000, 500, 504),
     ],
@@ -101,24 +100,17 @@ def test_remainders(width, height, layout):
 
 @given(pictures)
 def test_windows_cover_the_canvas_row_by_row(size):
-    """Each pixel of the canvas lies in one window; in reading order; padding only where the picture is lower."""
+    """Each pixel of the canvas lies in one window; in reading order; a newline ends every row but the last."""
     plan = plan_crops(*size)
-    width, height = plan.canvas
+    (width, height), layout = plan.canvas, plan.layout
     covered = sum((min(r, width) - l) * (min(b, height) - t) for l, t, r, b in plan.boxes)
-    assert covered == (width * height if plan.layout.crops else 0)
+    assert covered == (width * height if layout.crops else 0)
     assert plan.boxes == sorted(set(plan.boxes), key=lambda box: (box[1], box[0]))
     assert all(r - l == b - t == plan.window for l, t, r, b in plan.boxes)
     assert max(plan.resized) <= 3024
-    assert len(plan.layout.newline_mask) == plan.layout.crops
-    assert sum(plan.layout.newline_mask) == plan.layout.newlines
-
-
-@given(st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda n: CropLayout(*n)))
-def test_newlines_end_every_row_but_the_last(layout):
-    """Oracle: a loop over rows and columns."""
-    want = [c == layout.columns - 1 and r < layout.rows - 1 for r in range(layout.rows) for c in range(layout.columns)]
-    assert list(layout.newline_mask) == want
-    assert sum(want) == layout.newlines
+    places = itertools.product(range(layout.rows), range(layout.columns))
+    want = [column == layout.columns - 1 and row < layout.rows - 1 for row, column in places]
+    assert list(layout.newline_mask) == want and sum(want) == layout.newlines
 
 
 def test_a_long_side_is_brought_down_first():
@@ -131,25 +123,15 @@ def test_a_long_side_is_brought_down_first():
 # --- pixels -----------------------------------------------------------------------------------------------------------
 
 
-def test_crops_are_the_picture_where_nothing_is_resized():
-    """1008 x 1008 holds four windows exactly: laid side by side the crops are the picture again."""
-    image = picture(1008, 1008)
-    overview, crops, plan = cut_crops(image)
-    assert plan.layout == (2, 2)
-    pixels = np.array(image)
-    assert np.array_equal(np.array(overview), pixels)
-    rows = [np.hstack([np.array(crop) for crop in crops[i : i + 2]]) for i in (0, 2)]
-    assert np.array_equal(np.vstack(rows), pixels)
-
-
-def test_the_canvas_is_resized_with_pillow_before_it_is_cut():
-    """Oracle: Pillow's bilinear resize to 1008 x 1008."""
+def test_crops_lie_side_by_side_on_the_resized_canvas():
+    """Oracle: Pillow's bilinear resize to 1008 x 1008; the overview is the picture as it was."""
     image = picture(1024, 768)
-    _, crops, plan = cut_crops(image)
+    overview, crops, plan = cut_crops(image)
     canvas = image.resize((1008, 1008), Image.Resampling.BILINEAR)
-    assert plan.canvas == canvas.size
-    assert np.array_equal(np.array(crops[1]), np.array(canvas)[:504, 504:])
-    assert np.array_equal(np.array(crops[2]), np.array(canvas)[504:, :504])
+    assert plan.canvas == canvas.size and plan.layout == (2, 2)
+    rows = [np.hstack([np.array(crop) for crop in crops[i : i + 2]]) for i in (0, 2)]
+    assert np.array_equal(np.vstack(rows), np.array(canvas))
+    assert np.array_equal(np.array(overview), np.array(image))
 
 
 def test_a_thin_strip_is_padded_black_to_the_right_or_below():
@@ -202,14 +184,6 @@ def test_pixels_are_normalised_then_resized(width, height):
     assert (got.shape, got.dtype) == ((3, 84, 84), torch.float32)
 
 
-def test_resizing_first_would_round_to_8_bits():
-    """Not the same thing: Pillow's resize of 8 bits before normalising differs by up to half a grey level."""
-    image = picture(100, 130)
-    early = prepare_pixels(image.resize((84, 84), Image.Resampling.BILINEAR), 84)
-    difference = (prepare_pixels(image, 84) - early).abs().max()
-    assert 0.2 / 255 / 0.27 < difference < 2 / 255 / 0.26
-
-
 def test_patch_rows_are_what_a_strided_convolution_sees():
     """Oracle: `F.conv2d` with kernel = stride; a side that 14 does not divide loses its rest."""
     torch.manual_seed(0)
@@ -223,11 +197,8 @@ def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():
     rows, layout = patchify_crops(image, TINY)
     overview, crops, plan = cut_crops(image, TINY)
     assert layout == plan.layout == (2, 2)
-    assert rows.shape == (4 * 16 + 36, 588)
-    for i, crop in enumerate(crops):
-        want = square_patch_rows(prepare_pixels(crop, 56, TINY)[None], 14)
-        assert torch.equal(rows[16 * i : 16 * (i + 1)], want)
-    assert torch.equal(rows[64:], square_patch_rows(prepare_pixels(overview, 84, TINY)[None], 14))
+    pixels = [prepare_pixels(crop, 56, TINY) for crop in crops] + [prepare_pixels(overview, 84, TINY)]
+    assert torch.equal(rows, torch.cat([square_patch_rows(part[None], 14) for part in pixels]))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -237,12 +208,8 @@ def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():
     ("layouts", "error", "message"),
     [
         (3, TypeError, "layouts: expected a sequence"),
-        ([3], ValueError, r"layouts\[0\]: expected \(rows, columns\)"),
         ([(1, 2), (1, 2, 3)], ValueError, r"layouts\[1\]: expected \(rows, columns\)"),
-        ([(1, 2.0)], TypeError, "expected integers"),
-        ([(True, 2)], TypeError, "expected integers"),
         ([(0, 2)], ValueError, r"above 0, or \(0, 0\) without crops, got \(0, 2\)"),
-        ([(-1, -2)], ValueError, r"layouts\[0\]: every extent must be at least 0, got \(-1, -2\)"),
     ],
 )
 def test_layouts_that_are_none(layouts, error, message):
@@ -252,22 +219,14 @@ def test_layouts_that_are_none(layouts, error, message):
 
 def test_layouts_may_be_tensors_and_arrays():
     want = [CropLayout(2, 3), CropLayout(0, 0)]
-    assert as_crop_layouts([(2, 3), (0, 0)]) == as_crop_layouts(torch.tensor([(2, 3), (0, 0)])) == want
-    assert as_crop_layouts(np.array([(2, 3), (0, 0)])) == want
-    assert {type(n) for layout in as_crop_layouts(np.array(want)) for n in layout} == {int}
+    for layouts in ([(2, 3), (0, 0)], torch.tensor(want), np.array(want)):
+        assert as_crop_layouts(layouts) == want
+        assert {type(n) for layout in as_crop_layouts(layouts) for n in layout} == {int}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"crop_size": 500}, "crop_size: must be a multiple of patch_size=14, got 500"),
-        ({"image_size": 0}, "image_size: must be at least 1"),
-        ({"max_side": -1}, "max_side: must be at least 1"),
-    ],
-)
-def test_configurations_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        CropConfig(**changes)
+def test_crops_are_whole_patches():
+    with pytest.raises(ValueError, match="crop_size: must be a multiple of patch_size=14, got 500"):
+        CropConfig(crop_size=500)
 
 
 def test_the_config_of_a_model_says_the_sizes():

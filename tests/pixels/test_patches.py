@@ -7,6 +7,7 @@ where torchvision is missing those tests are skipped, and the formulas of this f
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,63 +46,44 @@ def outcome(function, *args, **kwargs):
 # --- sizes
 
 
-@given(
-    height=st.integers(1, 5000),
-    width=st.integers(1, 5000),
-    factor=st.sampled_from([4, 28, 32]),
-    min_pixels=st.integers(1, 300_000),
-    extra=st.integers(0, 13_000_000),
-)
+budgets = {"min_pixels": st.integers(1, 300_000), "extra": st.integers(0, 50_000_000)}
+
+
+@given(height=st.integers(1, 5000), width=st.integers(1, 5000), factor=st.sampled_from([4, 28, 32]), **budgets)
 def test_smart_resize_is_transformers(height, width, factor, min_pixels, extra):
     """Oracle: `smart_resize` of transformers, errors included."""
     budget = {"factor": factor, "min_pixels": min_pixels, "max_pixels": min_pixels + extra}
     assert outcome(smart_resize, height, width, **budget) == outcome(upstream.smart_resize, height, width, **budget)
 
 
-@pytest.mark.parametrize("height, width", [(1, 201), (8041, 40), (10, 2001)])
-def test_aspect_ratio_above_200(height, width):
-    with pytest.raises(ValueError, match=rf"aspect ratio of at most 200, got {width} x {height} pixels"):
-        smart_resize(height, width)
-    with pytest.raises(ValueError, match="aspect ratio"):
-        patchify_image(np.zeros((height, width), np.uint8), PatchConfig())
-    with pytest.raises(ValueError, match="aspect ratio"):
-        patchify_video(np.zeros((2, height, width, 3), np.uint8), PatchConfig.for_video())
-
-
-@given(
-    num_frames=st.integers(1, 700),
-    height=st.integers(1, 3000),
-    width=st.integers(1, 3000),
-    temporal_factor=st.integers(1, 4),
-    min_pixels=st.integers(1, 300_000),
-    extra=st.integers(0, 50_000_000),
-)
-def test_smart_resize_video_is_transformers(num_frames, height, width, temporal_factor, min_pixels, extra):
+@given(T=st.integers(1, 700), height=st.integers(1, 3000), width=st.integers(1, 3000), Tp=st.integers(1, 4), **budgets)
+def test_smart_resize_video_is_transformers(T, height, width, Tp, min_pixels, extra):
     """Oracle: `smart_resize` of transformers' GLM-4.1V, errors included."""
-    budget = {"temporal_factor": temporal_factor, "min_pixels": min_pixels, "max_pixels": min_pixels + extra}
-    arguments = (max(num_frames, temporal_factor), height, width)
+    arguments = (max(T, Tp), height, width)
+    budget = {"temporal_factor": Tp, "min_pixels": min_pixels, "max_pixels": min_pixels + extra}
     assert outcome(smart_resize_video, *arguments, **budget) == outcome(upstream_glm.smart_resize, *arguments, **budget)
 
 
-def test_smart_resize_video_is_golden():
-    """Oracle: the function that vLLM 0.33.0 calls."""
+def test_aspect_ratio_above_200():
+    with pytest.raises(ValueError, match=r"aspect ratio of at most 200, got 40 x 8041 pixels"):
+        smart_resize(8041, 40)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        patchify_image(np.zeros((10, 2001), np.uint8), PatchConfig())
+
+
+def test_sizes_and_token_counts_of_glm_are_golden():
+    """Oracle: the functions of vLLM 0.33.0. Frames are padded to whole steps; a picture counts as two frames."""
     for case in GLM["smart_resize"]:
         arguments = {name: value for name, value in case.items() if name != "out"}
         want = tuple(case["out"]) if isinstance(case["out"], list) else ValueError
-        if case["num_frames"] < case.get("temporal_factor", 2):
-            continue  # a processor pads such a video first
-        assert outcome(smart_resize_video, **arguments) == want, arguments
-
-
-def test_token_counts_of_glm_are_golden():
-    """Oracle: vLLM's `_get_vision_info`, where frames are padded to whole steps; a picture counts as two frames."""
+        if case["num_frames"] >= case.get("temporal_factor", 2):
+            assert outcome(smart_resize_video, **arguments) == want, arguments
     rows = [row for row in GLM["vision_info"] if row[3] == 2]  # released towers have two frames per step
     for _, P, m, Tp, width, height, frames, max_pixels, _, (new_width, new_height, tokens) in rows:
         arguments = (max(frames, Tp), height, width)
         size = smart_resize_video(*arguments, temporal_factor=Tp, factor=P * m, max_pixels=max_pixels)
         assert size == (new_height, new_width), arguments
         assert -(-frames // Tp) * (new_height // P) * (new_width // P) // m**2 == tokens
-    assert len(rows) > 100
 
 
 # --- images
@@ -117,10 +99,10 @@ def assert_equals_pil_backend(image, config):
 
 
 @pytest.mark.parametrize("config", [PatchConfig(), PatchConfig(max_pixels=50_000), SMALL], ids=["own", "less", "small"])
-@pytest.mark.parametrize("path", PHOTOS, ids=lambda path: path.stem)
-def test_photos_bit_for_bit(path, config):
+def test_photos_bit_for_bit(config):
     """Oracle: transformers' Pillow backend, every bit of every patch."""
-    assert_equals_pil_backend(load_image(path), config)
+    for path in PHOTOS:
+        assert_equals_pil_backend(load_image(path), config)
 
 
 @settings(max_examples=25)
@@ -160,17 +142,22 @@ def test_merge_block_order(frames, P, Tp, m, data):
 
 
 @pytest.mark.parametrize(
-    "shape, message",
+    "call, message",
     [
-        ((1, 3, 28, 30), "multiples of 28"),
-        ((0, 3, 28, 28), "expected at least one frame"),
-        ((3, 28, 28), "4 dimensions"),
-        ((1, 4, 28, 28), "dimension 1 must be 3"),
+        (lambda: patch_rows(torch.zeros(1, 3, 28, 30), PatchConfig()), "pixels: .*multiples of 28"),
+        (lambda: patch_rows(torch.zeros(0, 3, 28, 28), PatchConfig()), "pixels: .*at least one frame"),
+        (lambda: patch_rows(torch.zeros(1, 4, 28, 28), PatchConfig()), "pixels: .*dimension 1 must be 3"),
+        (lambda: unpatchify(torch.zeros(16, 1176), (2, 4, 4), PatchConfig()), "patches: dimension 0 must be 32"),
+        (
+            lambda: unpatchify(torch.zeros(12, 1176), (1, 3, 4), PatchConfig()),
+            "grid.*multiples of spatial_merge",
+        ),
+        (lambda: patchify_video([], PatchConfig.for_video()), "video: expected"),
     ],
 )
-def test_patch_rows_errors(shape, message):
-    with pytest.raises(ValueError, match=f"pixels: .*{message}"):
-        patch_rows(torch.zeros(shape), PatchConfig())
+def test_what_makes_no_patches(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # --- and back
@@ -195,15 +182,6 @@ def test_unpatchify_shows_the_resized_photo():
     assert np.array_equal(back, np.stack([resize_image(image, PatchConfig())] * 2))
 
 
-def test_unpatchify_errors():
-    config = PatchConfig()
-    rows, grid = patchify_image(noise(60, 60, 3), config)
-    with pytest.raises(ValueError, match="patches: dimension 0 must be 32"):
-        unpatchify(rows, (2, grid[1], grid[2]), config)
-    with pytest.raises(ValueError, match=r"grid.*multiples of spatial_merge_size=2"):
-        unpatchify(rows, (1, 3, 4), config)
-
-
 # --- clips
 
 
@@ -218,28 +196,19 @@ def assert_equals_torchvision_backend(processor, frames, config):
     assert patches.dtype == torch.float32 and torch.equal(patches, theirs["pixel_values_videos"])
 
 
-def test_clip_bit_for_bit(torchvision_processor, clip):
-    """Oracle: transformers' torchvision backend on the shipped clip."""
-    for config in (PatchConfig.for_video(), PatchConfig.for_video(min_pixels=28 * 28, max_pixels=40_000)):
-        assert_equals_torchvision_backend(torchvision_processor, load_video(clip).frames, config)
-
-
-@pytest.mark.parametrize("shape", [(1, 30, 40), (2, 56, 84), (3, 200, 31), (5, 28, 28), (9, 400, 300)])
-def test_clips_of_noise_bit_for_bit(torchvision_processor, shape):
+def test_clips_bit_for_bit(torchvision_processor, clip):
     """Oracle: transformers' torchvision backend; odd frame counts, growing and shrinking, budgets and their cap."""
-    for config in (
-        PatchConfig.for_video(),
-        PatchConfig.for_video(min_pixels=1000, max_pixels=20_000, max_video_tokens=20),
-        PatchConfig.for_video(min_pixels=1000, max_pixels=20_000, max_video_tokens=20, cap_pixels_per_frame=False),
-    ):
-        assert_equals_torchvision_backend(torchvision_processor, noise(*shape, 3), config)
+    shapes = [(1, 30, 40), (2, 56, 84), (3, 200, 31), (5, 28, 28), (9, 400, 300)]
+    less = PatchConfig.for_video(min_pixels=1000, max_pixels=20_000, max_video_tokens=20)
+    for frames in (load_video(clip).frames, *(noise(*shape, 3) for shape in shapes)):
+        for config in (PatchConfig.for_video(), less, replace(less, cap_pixels_per_frame=False)):
+            assert_equals_torchvision_backend(torchvision_processor, frames, config)
 
 
 def test_clip_is_nearly_pillow(clip):
     """Oracle: Pillow's bicubic, frame by frame: torch rounds its 8-bit filter a little differently, by one level."""
-    config = PatchConfig.for_video()
     frames = load_video(clip, num_frames=4).frames
-    ours = resize_frames(frames, config).permute(0, 2, 3, 1).numpy()
+    ours = resize_frames(frames, PatchConfig.for_video()).permute(0, 2, 3, 1).numpy()
     size = ours.shape[2], ours.shape[1]
     theirs = np.stack([Image.fromarray(f).resize(size, Image.Resampling.BICUBIC) for f in frames])
     assert ours.dtype == np.uint8 and np.abs(ours.astype(int) - theirs).max() <= 1
@@ -257,13 +226,6 @@ def test_clip_is_resize_normalize_cut():
     assert_agree(patches, wanted, 4)
 
 
-def test_two_orders_of_rounding_differ_in_the_last_bits():
-    """Why both exist: fused and unfused are not equal, though rounding explains the difference."""
-    unfused, fused = level_table(PatchConfig()), level_table(PatchConfig(), fused=True)
-    assert not torch.equal(unfused, fused)
-    assert_agree(unfused, fused, 4)
-
-
 def test_frame_budget_is_a_share_of_the_context():
     """Oracle: the arithmetic of qwen-vl-utils by hand: 768 frames share 115,200 tokens, two frames to a token."""
     config = PatchConfig.for_video()
@@ -271,14 +233,6 @@ def test_frame_budget_is_a_share_of_the_context():
     assert config.frame_budget(768) == 300 * 28 * 28
     assert config.frame_budget(100_000) == int(128 * 28 * 28 * 1.05)  # never below the least a frame may have
     assert PatchConfig.for_video(cap_pixels_per_frame=False).frame_budget(768) == 768 * 28 * 28
-
-
-@pytest.mark.parametrize(
-    "frames, error", [([], ValueError), (np.zeros((4, 4, 3), np.uint8), ValueError), ("x", TypeError)]
-)
-def test_patchify_video_errors(frames, error):
-    with pytest.raises(error, match="video: expected"):
-        patchify_video(frames, PatchConfig.for_video())
 
 
 # --- counting without pixels
@@ -323,14 +277,15 @@ def test_old_and_new_names_of_the_budget(tmp_path, values):
 
 def test_first_file_counts(tmp_path):
     """Oracle: the order of transformers' `get_video_processor_dict` and `get_image_processor_dict`."""
-    write(tmp_path, preprocessor_config={"patch_size": 10})
-    assert [PatchConfig.from_folder(tmp_path, kind).patch_size for kind in ("image", "video")] == [10, 10]
-    write(tmp_path, video_preprocessor_config={"patch_size": 11})
-    assert [PatchConfig.from_folder(tmp_path, kind).patch_size for kind in ("image", "video")] == [10, 11]
-    write(tmp_path, processor_config={"processor_class": "Qwen2_5_VLProcessor"})
-    assert [PatchConfig.from_folder(tmp_path, kind).patch_size for kind in ("image", "video")] == [10, 11]
-    write(tmp_path, processor_config={"image_processor": {"patch_size": 12}, "video_processor": {"patch_size": 13}})
-    assert [PatchConfig.from_folder(tmp_path, kind).patch_size for kind in ("image", "video")] == [12, 13]
+    nested = {"image_processor": {"patch_size": 12}, "video_processor": {"patch_size": 13}}
+    for name, values, wanted in (
+        ("preprocessor_config", {"patch_size": 10}, [10, 10]),
+        ("video_preprocessor_config", {"patch_size": 11}, [10, 11]),
+        ("processor_config", {"processor_class": "Qwen2_5_VLProcessor"}, [10, 11]),
+        ("processor_config", nested, [12, 13]),
+    ):
+        write(tmp_path, **{name: values})
+        assert [PatchConfig.from_folder(tmp_path, kind).patch_size for kind in ("image", "video")] == wanted
 
 
 def test_missing_keys_take_the_defaults_of_their_kind(tmp_path):
@@ -339,44 +294,39 @@ def test_missing_keys_take_the_defaults_of_their_kind(tmp_path):
     assert PatchConfig.from_folder(tmp_path, "video") == PatchConfig.for_video()
 
 
-def test_image_defaults_are_those_of_transformers(tmp_path):
-    """Oracle: `Qwen2VLImageProcessorPil`, its attributes and the file it saves."""
-    theirs, ours = upstream.Qwen2VLImageProcessorPil(), PatchConfig()
+def assert_same_defaults(theirs, ours, names, folder, kind):
+    """The attributes, and the file that transformers saves."""
     assert theirs.size["shortest_edge"] == ours.min_pixels and theirs.size["longest_edge"] == ours.max_pixels
-    for name in ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor"):
-        assert getattr(theirs, name) == getattr(ours, name)
-    theirs.save_pretrained(tmp_path)
-    assert PatchConfig.from_folder(tmp_path) == ours
+    assert [getattr(theirs, name) for name in names] == [getattr(ours, name) for name in names]
+    theirs.save_pretrained(folder)
+    assert PatchConfig.from_folder(folder, kind) == ours
+
+
+def test_image_defaults_are_those_of_transformers(tmp_path):
+    """Oracle: `Qwen2VLImageProcessorPil`."""
+    names = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
+    assert_same_defaults(upstream.Qwen2VLImageProcessorPil(), PatchConfig(), names, tmp_path, "image")
 
 
 def test_video_defaults_are_those_of_transformers(torchvision_processor, tmp_path):
-    """Oracle: `Qwen2VLVideoProcessor`, all but the cap, and the file it saves."""
-    theirs, ours = torchvision_processor(), PatchConfig.for_video()
-    assert theirs.size["shortest_edge"] == ours.min_pixels and theirs.size["longest_edge"] == ours.max_pixels
-    for name in ("temporal_patch_size", "min_frames", "max_frames", "max_video_tokens"):
-        assert getattr(theirs, name) == getattr(ours, name)
-    theirs.save_pretrained(tmp_path)
-    assert PatchConfig.from_folder(tmp_path, "video") == ours
+    """Oracle: `Qwen2VLVideoProcessor`, all but the cap."""
+    names = ("temporal_patch_size", "min_frames", "max_frames", "max_video_tokens")
+    assert_same_defaults(torchvision_processor(), PatchConfig.for_video(), names, tmp_path, "video")
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ("{", "not valid JSON"),
-        ("[1]", r"expected a JSON object, got \[1\]"),
         ('{"do_resize": false}', "do_resize: .* got False"),
         ('{"resample": 2}', "resample: .* got 2"),
         ('{"min_pixels": 9, "max_pixels": 8}', "min_pixels: must not exceed max_pixels=8, got 9"),
-        ('{"patch_size": 0}', "patch_size: must be at least 1"),
         ('{"image_mean": [0.5]}', "image_mean: expected one value per RGB channel"),
     ],
 )
 def test_configuration_errors(tmp_path, text, message):
+    with pytest.raises(FileNotFoundError, match="no image settings"):
+        PatchConfig.from_folder(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        PatchConfig.from_folder(tmp_path)
-
-
-def test_configuration_is_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no image settings"):
         PatchConfig.from_folder(tmp_path)

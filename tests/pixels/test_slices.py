@@ -14,6 +14,7 @@ from PIL import Image
 from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as theirs
 
 from refvl.paths import DATA
+from refvl.pixels.images import load_image
 from refvl.pixels.slices import (
     SliceConfig,
     image_of_rows,
@@ -21,13 +22,11 @@ from refvl.pixels.slices import (
     plan_slices,
     slice_grid,
     slice_image,
-    slice_rows,
 )
 
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "minicpmv_slicing.json").read_text())
 PHOTOS = sorted((DATA / "pictures").glob("*.jpg"))
 CONFIG = SliceConfig()
-SIZES = [(2, 1), (30, 400), (447, 449), (448, 448), (700, 500), (1000, 320), (320, 1000), (1344, 1345)]
 sides = st.integers(1, 2000)
 
 
@@ -57,28 +56,17 @@ def test_grids_and_token_counts_equal_golden(width, height, most, grid, tokens):
     assert 64 * len(plan_slices(width, height, config).tgt_sizes) == tokens
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_pixels_equal_transformers_bit_for_bit(processor, size):
-    image = noise(*size)
+SIZES = [(2, 1), (30, 400), (447, 449), (448, 448), (700, 500), (1000, 320), (320, 1000), (1344, 1345)]
+IMAGES = {f"{size}": noise(*size) for size in SIZES} | {path.stem: load_image(path) for path in PHOTOS}
+
+
+@pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
+def test_pixels_equal_transformers_bit_for_bit(processor, image):
     expected = processor(image, return_tensors="pt")
     rows, tgt_sizes = patchify_slices(image, CONFIG)
     assert [list(size) for size in tgt_sizes] == expected["target_sizes"].tolist()
-    assert list(slice_grid(*size, CONFIG) or (0, 0)) == expected["grids"][0][::-1]  # theirs: rows, columns
+    assert list(slice_grid(*image.size, CONFIG) or (0, 0)) == expected["grids"][0][::-1]  # theirs: rows, columns
     assert torch.equal(as_strip(rows), expected["pixel_values"][0])
-
-
-@pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
-def test_photographs_equal_transformers_bit_for_bit(processor, photo):
-    image = Image.open(photo).convert("RGB")
-    rows, _ = patchify_slices(image, CONFIG)
-    assert torch.equal(as_strip(rows), processor(image, return_tensors="pt")["pixel_values"][0])
-
-
-def test_version_4_6_as_it_is_rounds_to_four_patches():
-    """What the fixture hides: for a photograph, sides in multiples of 56 px there, of 14 px here."""
-    expected = theirs.MiniCPMV4_6ImageProcessorPil()(noise(700, 500), return_tensors="pt")["target_sizes"]
-    assert (expected % 4 == 0).all()
-    assert any(side % 4 for size in plan_slices(700, 500, CONFIG).tgt_sizes for side in size)
 
 
 @given(sides, sides)
@@ -111,39 +99,13 @@ def test_no_grid_of_an_allowed_number_fits_the_ratio_better(width, height, most)
     assert error(*grid) <= min(error(*g) for g in every) + 1e-12
 
 
-def test_a_square_of_the_area_is_neither_sliced_nor_resized():
-    image = noise(448, 448)
-    [overview] = slice_image(image, CONFIG)
-    assert np.array_equal(np.asarray(overview), np.asarray(image))
-    assert plan_slices(448, 448, CONFIG).tgt_sizes == [(32, 32)]
-
-
 def test_only_what_has_no_slices_is_enlarged():
-    """By hand: 500 x 420 px is sliced, and its overview brought down; 90 x 100 px is brought up."""
+    """By hand: 500 x 420 px is sliced, and its overview brought down; 20 x 20 px is brought up."""
     assert plan_slices(500, 420, CONFIG).overview == (490, 406)
     small = SliceConfig(scale_resolution=50, patch_size=10)
     assert plan_slices(20, 20, small).overview == (50, 50)
-    assert plan_slices(90, 100, small).overview == (50, 50)
-    assert plan_slices(90, 100, small).cell == (50, 50) and plan_slices(90, 100, small).grid == (2, 2)
-
-
-def test_slices_run_row_by_row_and_tile_the_enlarged_picture():
-    """Each cell of a 3 x 2 board gets its own colour; slice i shows cell i."""
-    colours = np.arange(10, 190, 30, dtype=np.uint8).reshape(2, 3)
-    board = np.repeat(np.repeat(colours, 450, 0), 450, 1)
-    config = SliceConfig(max_slice_nums=6)
-    assert slice_grid(1350, 900, config) == (3, 2)
-    _, *slices = slice_image(Image.fromarray(np.stack([board] * 3, -1)), config)
-    assert [np.asarray(s)[s.height // 2, s.width // 2, 0] for s in slices] == colours.flatten().tolist()
-
-
-def test_rows_are_unfolded_patches_and_strips_hold_them_side_by_side():
-    """Oracle: the axes of the pixels, cut and put in another order."""
-    pixels = torch.randn(3, 28, 42)
-    rows = slice_rows(pixels, 14)
-    blocks = pixels.unflatten(2, (3, 14)).unflatten(1, (2, 14))  # C, row, P, column, P
-    assert torch.equal(rows, blocks.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1))
-    assert torch.equal(as_strip(rows)[:, :, 14:28], pixels[:, :14, 14:28])
+    plan = plan_slices(90, 100, small)
+    assert plan.cell == plan.overview == (50, 50) and plan.grid == (2, 2)
 
 
 def test_a_slice_can_be_looked_at_again():
@@ -164,21 +126,17 @@ RELEASED = {
 
 
 def test_settings_come_from_the_folder(tmp_path):
+    """Version 2.0 has no file of its own and says them in its config."""
+    config = {"max_slice_nums": 7, "patch_size": 16, "slice_mode": True}
+    assert SliceConfig.from_folder(tmp_path, config) == SliceConfig(max_slice_nums=7, patch_size=16)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(RELEASED))
-    config = SliceConfig.from_folder(tmp_path, {"max_slice_nums": 7, "patch_size": 16})
-    assert config == SliceConfig(max_slice_nums=4, use_image_id=True, image_mean=(0.4, 0.5, 0.6))
-
-
-def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
-    """Version 2.0."""
-    config = SliceConfig.from_folder(tmp_path, {"max_slice_nums": 7, "patch_size": 16, "slice_mode": True})
-    assert config == SliceConfig(max_slice_nums=7, patch_size=16)
+    want = SliceConfig(max_slice_nums=4, use_image_id=True, image_mean=(0.4, 0.5, 0.6))
+    assert SliceConfig.from_folder(tmp_path, config) == want
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: SliceConfig(max_slice_nums=0), "max_slice_nums: must be at least 1, got 0"),
         (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
         (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: expected True, the only supported value"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
