@@ -1,7 +1,7 @@
 """Every family that graphs capture, with small random weights: encoder, manager, and layouts of mixed batches."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from towers import randomize
@@ -24,7 +24,6 @@ from refvl.encoders import (
 )
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
-from refvl.graphs.buffers import metadata_tensors
 from refvl.pixels.slices import SliceGroup
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
@@ -50,7 +49,7 @@ FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-
 def build(family: str, seed: int = 0):
     """The encoder with wide random weights, so that a wrong row or a stale one is far off.
 
-    Attention is sharp, and positions weigh as much as pixels: `test_every_position_counts` holds that.
+    Attention is sharp, and positions weigh as much as pixels: with zeros in their place outputs move by a tenth.
     """
     if tiny := (GRIDS | SQUARES | FOLDED).get(family):
         tower, config = tiny
@@ -132,15 +131,3 @@ def poison(manager) -> None:
         captured.pixel_values.fill_(float("nan"))
         for out in (out for operation in captured.graph.operations for out in operation.outputs):
             out.fill_(float("nan") if out.is_floating_point() else 1)
-
-
-def position_fields(metadata) -> list[str]:
-    """The names of the plan's tensors that say where a patch is, or when; a dot leads to a part of the plan."""
-    return [name for name in metadata_tensors(metadata) if "position" in name or name.endswith(".times")]
-
-
-def without(metadata, field: str):
-    """The plan with zeros in one of its tensors."""
-    name, _, rest = field.partition(".")
-    value = getattr(metadata, name)
-    return replace(metadata, **{name: without(value, rest) if rest else torch.zeros_like(value)})

@@ -497,18 +497,19 @@ def check_rules(metadata) -> None:
 
 
 @every_graph
-def test_a_capacity_holds_what_its_limits_allow(case):
-    """A plan is within the capacity of its own tokens and frames, whenever its rows are."""
-    encoder = built(case)
-    for layouts in (case.mixed, case.small, *([item] for item in case.mixed)):
-        for name, path in getattr(encoder, "paths", {"": encoder}).items():
-            own = encoder.check_layouts(layouts)
-            if name:
-                own = [parts[name] for parts in map(encoder.path_layouts, own) if parts[name]]
-            sizes = map(path.item_size, own)
-            rows, tokens, frames = (sum(column) for column in zip((0, 0, 0), *sizes, strict=True))
-            if own and rows <= len(path.pixel_buffer(tokens)):
-                check_within(path.plan(own), path.plan_capacity(tokens, max(1, frames)))
+@settings(max_examples=20)
+@given(data=st.data(), spare=st.sampled_from([0, 0, 1, 7]))
+def test_a_capacity_holds_what_its_limits_allow(case, data, spare):
+    """A plan is within the capacity of its own tokens and frames, and a larger one, whenever its rows are."""
+    encoder, layouts = built(case), data.draw(st.lists(case.items, max_size=4))
+    for name, path in getattr(encoder, "paths", {"": encoder}).items():
+        own = encoder.check_layouts(layouts)
+        if name:
+            own = [parts[name] for parts in map(encoder.path_layouts, own) if parts[name]]
+        sizes = map(path.item_size, own)
+        rows, tokens, frames = (sum(column) for column in zip((0, 0, 0), *sizes, strict=True))
+        if own and rows <= len(path.pixel_buffer(tokens + spare)):
+            check_within(path.plan(own), path.plan_capacity(tokens + spare, max(1, frames)))
 
 
 def check_within(plan, capacity) -> None:

@@ -31,14 +31,22 @@ def capacity():
 
 
 @pytest.mark.parametrize(
-    ("rule", "want"), [("zero", [5, 6, 0, 0, 0]), ("repeat_last", [5, 6, 6, 6, 6]), ("identity", [5, 6, 2, 3, 4])]
+    ("rule", "want"),
+    [
+        ("zero", [5, 6, 0, 0, 0]),
+        ("repeat_last", [5, 6, 6, 6, 6]),
+        ("identity", [5, 6, 2, 3, 4]),
+        ("zero", [[1, 2], [0, 0], [0, 0]]),
+        ("repeat_last", [[1, 2], [1, 2], [1, 2]]),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
-def test_each_rule_fills_in_place(rule, want, dtype):
-    buffer = torch.full((5,), 99, dtype=dtype)
+def test_each_rule_fills_whole_rows_in_place(rule, want, dtype):
+    want = torch.tensor(want, dtype=dtype)
+    buffer = torch.full_like(want, float("nan") if dtype.is_floating_point else 99)
     address = buffer.data_ptr()
-    fill_padded(buffer, torch.tensor([5, 6], dtype=dtype), rule, "x")
-    assert (buffer.tolist(), buffer.data_ptr()) == (want, address)
+    fill_padded(buffer, want[: 2 if want.ndim == 1 else 1], rule, "x")
+    assert torch.equal(buffer, want) and buffer.data_ptr() == address
 
 
 @given(st.sampled_from(sorted(PAD_RULES)), st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -53,27 +61,6 @@ def test_nothing_of_the_batch_before_survives(rule, counts):
         assert torch.equal(used[:count], values)
 
 
-def test_rows_are_padded_whole_and_nan_does_not_survive():
-    buffer = torch.full((3, 2), float("nan"))
-    fill_padded(buffer, torch.ones(1, 2), "zero", "x")
-    assert buffer.tolist() == [[1, 1], [0, 0], [0, 0]]
-    fill_padded(buffer, torch.tensor([[1.0, 2.0]]), "repeat_last", "x")
-    assert buffer.tolist() == [[1, 2]] * 3
-
-
-@pytest.mark.parametrize(
-    ("values", "rule", "error", "message"),
-    [
-        (torch.zeros(6, 2), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(6, 2\)"),
-        (torch.zeros(3, 3), "zero", ValueError, r"x: expected a shape that fits the captured \(5, 2\), got \(3, 3\)"),
-        (torch.zeros(3, 2), "mirror", TypeError, r"x: expected a padding rule from \('zero', 'rep.*, got 'mirror'"),
-    ],
-)
-def test_what_does_not_fit_is_named(values, rule, error, message):
-    with pytest.raises(error, match=message):
-        fill_padded(torch.zeros(5, 2), values, rule, "x")
-
-
 # --- a metadata dataclass ---------------------------------------------------------------------------------------------
 
 
@@ -83,51 +70,48 @@ class Nested:
     second: Metadata
 
 
-def test_nested_metadata_is_filled_in_turn():
-    """Each part by its own rules; a part of another class, or beyond its capacity, is refused."""
-    buffers = Nested(capacity(), capacity())
-    fill_metadata(buffers, Nested(metadata(), metadata(values=(5.0,), lengths=(0, 1), longest=2)))
-    assert (buffers.first.values.tolist(), buffers.second.values.tolist()) == ([1, 2, 0, 0], [5, 0, 0, 0])
-    assert buffers.second.lengths.tolist() == [0, 1, 1, 1, 1]
-    assert [t.tolist() for t in metadata_tensors(buffers).values()][2] == [5, 0, 0, 0]
-    assert len(metadata_tensors(buffers)) == 4
-    with pytest.raises(TypeError, match="metadata: expected Metadata, got Nested"):
-        fill_metadata(buffers, Nested(metadata(), buffers))
+@pytest.mark.parametrize("parts", [1, 2])
+def test_metadata_is_filled_field_by_field(parts):
+    """Tensors padded by the rule on their field, integers kept as captured, tuples left out; nested parts in turn."""
+    buffers, plan = capacity(), metadata(groups=(torch.zeros(1),), longest=3)
+    if parts == 2:
+        buffers, plan = Nested(capacity(), buffers), Nested(metadata(values=(5.0,), lengths=(0, 1)), plan)
+    before = metadata_tensors(buffers)
+    fill_metadata(buffers, plan)
+    filled = metadata_tensors(buffers)
+    assert all(filled[name] is before[name] for name in before)
+    values = [tensor.tolist() for tensor in filled.values()]
+    assert values == [[5, 0, 0, 0], [0, 1, 1, 1, 1], [1, 2, 0, 0], [0, 1, 2, 2, 2]][-2 * parts :]
+    last = buffers.second if parts == 2 else buffers
+    assert (last.groups, last.longest) == ((), 3)
 
 
-def test_metadata_is_filled_field_by_field():
-    """Tensors padded by the rule on their field, integers kept as captured, tuples left out."""
-    buffers = capacity()
-    addresses = (buffers.values.data_ptr(), buffers.lengths.data_ptr())
-    fill_metadata(buffers, metadata(groups=(torch.zeros(1),), longest=3))
-    assert buffers.values.tolist() == [1, 2, 0, 0]
-    assert buffers.lengths.tolist() == [0, 1, 2, 2, 2]
-    assert (buffers.groups, buffers.longest) == ((), 3)
-    assert addresses == (buffers.values.data_ptr(), buffers.lengths.data_ptr())
+@dataclass(frozen=True, slots=True, eq=False)
+class NoRule:
+    x: object
 
 
-def test_capacity_exceeded_is_a_value_error():
-    with pytest.raises(ValueError, match="longest: 4 exceeds the captured capacity of 3"):
-        fill_metadata(capacity(), metadata(longest=4))
-    with pytest.raises(ValueError, match=r"lengths: expected a shape that fits the captured \(5,\), got \(6,\)"):
-        fill_metadata(capacity(), metadata(lengths=(0,) * 6))
+X = torch.zeros(5, 2)
+FITS = r"expected a shape that fits the captured"
 
 
-def test_a_field_without_a_rule_is_a_type_error():
-    """Tensor or not: nothing enters a graph by default."""
-
-    @dataclass(frozen=True, slots=True, eq=False)
-    class NoRule:
-        x: torch.Tensor
-
-    @dataclass(frozen=True, slots=True, eq=False)
-    class Text:
-        x: str
-
-    with pytest.raises(TypeError, match="x: expected a padding rule from .*, got 'none'"):
-        fill_metadata(NoRule(torch.zeros(2)), NoRule(torch.zeros(1)))
-    with pytest.raises(TypeError, match="x: a str cannot be part of a graph"):
-        fill_metadata(Text("a"), Text("a"))
+@pytest.mark.parametrize(
+    ("fill", "arguments", "error", "message"),
+    [
+        (fill_padded, (X, torch.zeros(6, 2), "zero", "x"), ValueError, rf"x: {FITS} \(5, 2\), got \(6, 2\)"),
+        (fill_padded, (X, torch.zeros(3, 3), "zero", "x"), ValueError, rf"x: {FITS} \(5, 2\), got \(3, 3\)"),
+        (fill_padded, (X, torch.zeros(3, 2), "mirror", "x"), TypeError, r"x: .* rule from \('zero', .*, got 'mirror'"),
+        (fill_metadata, (capacity(), metadata(longest=4)), ValueError, "longest: 4 exceeds the captured capacity of 3"),
+        (fill_metadata, (capacity(), metadata(lengths=(0,) * 6)), ValueError, rf"lengths: {FITS} \(5,\), got \(6,\)"),
+        (fill_metadata, (capacity(), NoRule(X)), TypeError, "metadata: expected Metadata, got NoRule"),
+        (fill_metadata, (NoRule(X), NoRule(X)), TypeError, "x: expected a padding rule from .*, got 'none'"),
+        (fill_metadata, (NoRule("a"), NoRule("a")), TypeError, "x: a str cannot be part of a graph"),
+    ],
+)
+def test_what_does_not_fit_is_named(fill, arguments, error, message):
+    """A field without a rule, too, tensor or not: nothing enters a graph by default."""
+    with pytest.raises(error, match=message):
+        fill(*arguments)
 
 
 # --- the metadata of the Qwen2.5-VL tower -----------------------------------------------------------------------------
@@ -165,15 +149,3 @@ def test_every_batch_within_the_limits_fits_and_pads_to_empty_segments(grids):
         assert torch.equal(padded[tokens:], torch.arange(tokens, MAX_TOKENS))
     assert not buffers.positions[patches:].any()
     assert torch.equal(buffers.frequencies, plan.frequencies)
-
-
-def test_a_capacity_is_itself_a_legal_plan():
-    """A warm-up runs on it: lengths rise to the number of patches, no segment is longer than the baked maximum."""
-    buffers = ENCODER.plan_capacity(MAX_TOKENS, MAX_FRAMES)
-    for lengths, longest in (
-        (buffers.cu_seqlens, buffers.max_seqlen),
-        (buffers.cu_window_seqlens, buffers.max_window_seqlen),
-    ):
-        assert (lengths[0], lengths[-1]) == (0, 4 * MAX_TOKENS)
-        assert (lengths.diff() >= 0).all()
-        assert lengths.diff().max() <= longest

@@ -140,45 +140,26 @@ def test_reading_back_and_waiting_are_refused_before_the_driver_sees_them(name):
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
-@given(batches, st.integers(0, 1000))
-def test_any_batch_equals_the_eager_encoder(encoder, manager, grids, seed):
-    """Images and videos in any order and number, some larger than every budget."""
+@given(batches, st.integers(0, 1000), st.booleans())
+def test_any_batch_equals_the_eager_encoder(encoder, manager, grids, seed, from_host):
+    """Images and videos in any order and number, some larger than every budget, or in float32 as processors give."""
     patches = patches_of(grids, encoder, seed)
-    outputs = manager.execute(patches, grids)
+    outputs = manager.execute(patches.float().cpu() if from_host else patches, grids)
+    assert all(output.is_cuda for output in outputs)
     assert_equal(outputs, eager(encoder, patches, grids))
     assert sorted(i for batch in manager.last_batches for i in batch.indices) == list(range(len(grids)))
 
 
-def test_a_b_a(encoder, manager):
-    """Equal inputs give equal bits, whatever the graph computed between."""
-    a, b = [(1, 12, 16)], [(2, 6, 10), (1, 4, 4)]
-    patches_a, patches_b = patches_of(a, encoder, 1), patches_of(b, encoder, 2)
-    first = manager.execute(patches_a, a)
-    assert_equal(first, eager(encoder, patches_a, a))
-    assert_equal(manager.execute(patches_b, b), eager(encoder, patches_b, b))
-    assert {batch.budget for batch in manager.last_batches} == {64}
-    assert torch.equal(manager.execute(patches_a, a)[0], first[0])
-
-
 @pytest.mark.allocator
 def test_poisoned_memory_changes_no_bit(encoder):
-    """Padding, outputs and the free part of the pool hold NaN before the replay."""
+    """Padding, outputs and the free part of the pool hold NaN before the replay, another batch ran between."""
     manager, grids = new_manager(encoder), [(1, 8, 8), (2, 4, 6), (1, 2, 2)]
     patches = patches_of(grids, encoder)
     clean = manager.execute(patches, grids)
+    manager.execute(patches_of(grids[:1], encoder, 2), grids[:1])
     assert poison(manager) > 0
     for output, want in zip(manager.execute(patches, grids), clean, strict=True):
         assert torch.equal(output, want)
-    manager.clear()
-
-
-def test_limits_send_items_to_the_eager_encoder(encoder):
-    """144 tokens exceed every budget, nine frames the limit; nine items need two replays; nothing needs none."""
-    manager = new_manager(encoder)
-    for grids, misses in [([(1, 24, 24)], 1), ([(9, 2, 2)], 2), ([(1, 2, 2)] * 9, 2), ([], 2)]:
-        patches = patches_of(grids, encoder)
-        assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
-        assert manager.stats().misses == misses
     manager.clear()
 
 
@@ -198,15 +179,6 @@ def test_two_threads_with_streams_of_their_own_share_the_graphs(encoder, manager
         outputs = dict(zip(grids, pool.map(work, grids), strict=True))
     torch.cuda.synchronize()
     assert all(torch.equal(output, wanted[name]) for name in grids for output in outputs[name])
-
-
-def test_pixels_from_the_host(encoder, manager):
-    """Rows may come from the CPU in float32: what a processor makes."""
-    grids = [(1, 8, 8), (1, 4, 6)]
-    patches = patches_of(grids, encoder)
-    outputs = manager.execute(patches.float().cpu(), grids)
-    assert all(output.is_cuda for output in outputs)
-    assert_equal(outputs, eager(encoder, patches, grids))
 
 
 @pytest.mark.parametrize("first", ["graphs", "compiled"])

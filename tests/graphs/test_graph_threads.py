@@ -60,22 +60,22 @@ def hammer(managers, cases, calls):
     return max(in_threads(run))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_caller_gets_its_own_embeddings(family, calls=5):
-    """Oracle: each item alone through the eager encoder. The first calls of all threads capture together."""
-    encoder = build(family)
-    manager, cases = manager_of(encoder), cases_of(family, encoder)
-    assert hammer([manager], cases, calls) <= TOLERANCE
-    assert len(manager.captured) == sum(len(limits.budgets) for limits in manager.limits.values())
-    stats = manager.stats()
-    assert stats.hits + stats.misses >= THREADS * calls and stats.hits > stats.misses > 0
+MANAGERS = [*((family, 1) for family in FAMILIES), ("Qwen2.5-VL", 2), ("GLM-4.1V", 2), ("Step3-VL", 2)]
 
 
-@pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-4.1V", "Step3-VL"])
-def test_two_managers_on_one_encoder(family):
-    """Oracle: as above. Both capture and replay at once; the recorder's modes belong to their threads."""
+@pytest.mark.parametrize(("family", "count"), MANAGERS)
+def test_every_caller_gets_its_own_embeddings(family, count, calls=5):
+    """Oracle: each item alone through the eager encoder. The first calls of all threads capture together.
+
+    Several managers on one encoder capture and replay at once: the recorder's modes belong to their threads.
+    """
     encoder = build(family)
-    assert hammer([manager_of(encoder), manager_of(encoder)], cases_of(family, encoder), 4) <= TOLERANCE
+    managers = [manager_of(encoder) for _ in range(count)]
+    assert hammer(managers, cases_of(family, encoder), calls) <= TOLERANCE
+    for manager in managers:
+        assert len(manager.captured) == sum(len(limits.budgets) for limits in manager.limits.values())
+        stats = manager.stats()
+        assert stats.hits + stats.misses >= THREADS // count * calls and stats.hits > stats.misses > 0
 
 
 def test_a_recording_holds_its_own_thread_s_operations_only():
@@ -133,9 +133,6 @@ def test_only_the_capturing_thread_may_not_wait_for_the_device(monkeypatch):
         return torch.zeros(1)
 
     cuda_graphs._check_capturable(wait_elsewhere)
-    with pytest.raises(
-        CaptureError,
-        match="capture: a graph cannot synchronise, but the function called a synchronizing CUDA operation",
-    ):
+    with pytest.raises(CaptureError, match="capture: a graph cannot synchronise, but the function called a synchron"):
         cuda_graphs._check_capturable(wait)
     assert mode == ["default", "warn", "default", "warn", "default"]
