@@ -35,6 +35,11 @@ MORE: dict[str, Callable[..., Path]] = {  # families that differ from those abov
     name: partial(make_glm_checkpoint, model_type=name, processor_class="Glm46VProcessor")
     for name in ("glm46v", "glmga")
 }
+OTHERS: dict[str, Callable[..., Path]] = {  # further pairs of a text model and a processor
+    **{name: partial(make_qwen3_checkpoint, model_type=name) for name in ("qwen3_vl_moe", "qwen3_5_moe")},
+    "GLM-4.6V-Flash": partial(make_glm_checkpoint, model_type="glm4v", processor_class="Glm46VProcessor"),
+    "GLM-4.5V": partial(make_glm_checkpoint, model_type="glm4v_moe", processor_class="Glm4vProcessor"),
+}
 # whether this transformers has the oracles of the families that came with 5.23
 HAS_5_23 = all(name in CONFIG_MAPPING for name in ("step3p7", "minicpmv4_7"))
 NEEDS_5_23 = pytest.mark.skipif(not HAS_5_23, reason="transformers before 5.23 lacks the oracle")
@@ -61,7 +66,7 @@ def load(folder: Path, **options) -> refvl.VLM:
 def make(name: str, folder: Path) -> Path:
     """Write a checkpoint of this family to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    return (MAKERS | MORE)[name](folder)
+    return (MAKERS | MORE | OTHERS)[name](folder)
 
 
 @cache

@@ -382,7 +382,7 @@ def test_blocks_can_be_watched(case):
     """
     encoder, rows = built(case), rows_for(case, case.mixed)
     if case.folds:
-        pytest.skip("four rows become one on the way: tests/journeys/test_folded_generate.py")
+        pytest.skip("four rows become one on the way: tests/journeys/test_families_generate.py")
     watch, trace = TowerWatch(encoder, attentions=True, hidden_states=True), Trace(metadata=[encoder.plan(case.mixed)])
     assert torch.equal(watch.encoder(rows, metadata=trace.metadata[0]), encoder(rows, case.mixed))
     watch.fill(trace)
