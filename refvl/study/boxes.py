@@ -3,7 +3,7 @@
 The unit of coordinates differs from family to family, and answers do not state it:
 
     Qwen2.5-VL                            pixels of the *resized* image that the processor produced
-    Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
+    Qwen3-VL, Qwen3.5 to 3.8              0 to 1000 of each side
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
@@ -36,7 +36,7 @@ class Region(NamedTuple):
 class Convention:
     """The notation of a family's boxes. names: a regular expression for `family`, in lower case without punctuation.
 
-    notation: "json" (bbox_2d, point_2d or bare lists), "round" ((x1,y1),(x2,y2)) or "tags" (<box>x1 y1 x2 y2</box>).
+    notation: "json" (bbox_2d, point_2d or bare lists) or "tags" (<box>x1 y1 x2 y2</box>).
     """
 
     title: str
@@ -46,7 +46,6 @@ class Convention:
 
 
 CONVENTIONS = (
-    Convention("Qwen2-VL", r"qwen2vl.*", "round"),
     Convention("Qwen2.5-VL", r"qwen25vl.*", "json", None),
     Convention("Qwen3-VL", r"qwen3vl.*", "json"),
     Convention("Qwen3.5, Qwen3.6, Qwen3.8", r"qwen3[568].*", "json"),
@@ -125,10 +124,6 @@ _PAIR = rf"{_NUMBER}\s*,\s*{_NUMBER}"
 _LIST = re.compile(rf"\[\s*({_PAIR}(?:\s*,\s*{_PAIR})?)\s*\]")
 _KEY = re.compile(r"""\b(?:bbox|point)(?:_2d)?["']?\s*:\s*(\[[\[\]\s\d.,-]*)""")
 _LABEL = re.compile(r"""\blabel["']?\s*:\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)')""")
-_ROUND = re.compile(
-    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>\s*)?(?:<\|box_start\|>\s*)?"
-    rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
-)
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
 _MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thoughts
 
@@ -152,7 +147,7 @@ def find_regions(text: str, family: str) -> list[Region]:
     """Return every box and point in an answer with its label, in order; see `parse`.
 
     Delimiters may be special tokens, which `chat` drops but `processor.tokenizer.decode(trace.token_ids)` keeps.
-    MiniCPM-V's boxes and Qwen2-VL's labels cannot be found without their delimiters. GLM's delimiters enclose the
+    MiniCPM-V's boxes cannot be found without their delimiters. GLM's delimiters enclose the
     answer, so any thoughts before it are ignored.
     """
     return list(_NOTATIONS[find_convention(family).notation](text))
@@ -176,10 +171,6 @@ def _lists(text: str) -> Iterator[tuple[float, ...]]:
     return (_floats(numbers) for numbers in _LIST.findall(text))
 
 
-def _round_regions(text: str) -> Iterator[Region]:
-    return (Region(label.strip(), _floats(f"{corner},{other}")) for label, corner, other in _ROUND.findall(text))
-
-
 def _tag_regions(text: str) -> Iterator[Region]:
     found = (Region(label.strip(), _floats(numbers)) for label, _, numbers in _TAGS.findall(text))
     return (region for region in found if len(region.xy) in (2, 4))
@@ -189,4 +180,4 @@ def _floats(numbers: str) -> tuple[float, ...]:
     return tuple(map(float, re.split(r"[\s,]+", numbers)))
 
 
-_NOTATIONS = {"json": _json_regions, "round": _round_regions, "tags": _tag_regions}
+_NOTATIONS = {"json": _json_regions, "tags": _tag_regions}

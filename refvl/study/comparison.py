@@ -7,9 +7,7 @@ A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` re
 write folders of the same form, with some or all stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
-import html
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import isqrt, prod
 from pathlib import Path
@@ -119,26 +117,9 @@ class Comparison:
         return f"first difference: {self.first.name}; {self.first.cause or 'no cause was proven'}"
 
     def __repr__(self) -> str:
-        lines = [f"  {name:<24}{found}" for name, found in self._cells()]
+        lines = [f"  {row.name:<24}{row}" for row in self.rows]
+        lines += [f"  {name:<24}not recorded by both" for name in self.not_in_both]
         return "\n".join([f"{self.a} beside {self.b}", *lines, self.verdict])
-
-    def _repr_html_(self) -> str:
-        """Return the comparison as a table, for notebooks."""
-        return html_table(f"{self.a} beside {self.b}: {self.verdict}", ("stage", "difference"), self._cells())
-
-    def _cells(self) -> list[tuple[str, str]]:
-        alone = [(name, "not recorded by both") for name in self.not_in_both]
-        return [(row.name, str(row)) for row in self.rows] + alone
-
-
-def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table for notebooks; the texts are escaped."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    return f"<table><caption>{html.escape(caption)}</caption>{row(titles, 'th')}{body}</table>"
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from refvl.positions.evs import compute_retention_mask
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
 
@@ -44,33 +43,6 @@ def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
 
-def text_uncounted_positions(
-    input_ids, multimodal_positions: Sequence[Tensor], vision_start_token_id: int, image_token_id: int,
-    video_token_id: int,
-) -> tuple[Tensor, int]:  # fmt: skip
-    """Return positions (3, L) and delta of a pruned prompt, from a search that counts the media's tokens but no text.
-
-    This is the rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. Suppose the text before an
-    item is longer than the items before it. Then the search for this item finds the start of an earlier item and
-    overwrites it. The later tokens of the item itself then share one position. On a server that prunes videos, this
-    also affects prompts with two images and no video.
-
-    input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens, t, h, w
-    and extent, as in `compute_mrope_for_media`. vLLM has the width in that row instead of the extent.
-    """
-    ids = torch.as_tensor(input_ids)
-    is_text = (ids != image_token_id) & (ids != video_token_id)
-    starts = (ids == vision_start_token_id).nonzero().flatten()
-    positions, counted = torch.arange(len(ids)).repeat(3, 1), 0
-    for piece in multimodal_positions:
-        start = int(starts[starts >= counted][0])
-        base, stop = int(positions[2, start]) + 1, start + 1 + piece.shape[1]
-        positions[:, start + 1 : stop] = piece[:3] + base
-        positions[:, stop:] = is_text[stop:].cumsum(0) + base + piece[3, 0] - 1
-        counted += piece.shape[1]  # the text before the piece does not count
-    return positions, mrope_delta(positions)
-
-
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
     """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 become even.
 
@@ -89,20 +61,6 @@ def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
     attention of its text model does not rotate queries and keys. Its Mamba layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
-
-
-def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: float) -> list[Tensor]:
-    """Return EVS keep masks, (M,) bool, of the videos of a prompt, scored as one array of frames.
-
-    This is the rule of `nemotron_h_omni` in transformers 5.23. Only the first video is guaranteed to keep its first
-    frame. The first frame of every later video is compared with the last frame of the previous video, and all videos
-    share one budget.
-
-    videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
-    """
-    lengths = [len(video_MD) for video_MD in videos]
-    frames_thw = (sum(lengths) // tokens_per_frame, 1, tokens_per_frame)
-    return list(compute_retention_mask(torch.cat(list(videos)), frames_thw, 1, q).split(lengths))
 
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:

@@ -13,7 +13,7 @@ from refvl.checks import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
-from refvl.study.comparison import Stages, html_table
+from refvl.study.comparison import Stages
 from refvl.trace import Record
 
 FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
@@ -43,12 +43,6 @@ class Trace(Record):
         """Return one line per stage with its name, shapes and seconds."""
         lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
         return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
-
-    def _repr_html_(self) -> str:
-        """Return the stages as a table, for notebooks."""
-        cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
-        caption = f"{self.text} (first token after {self.ttft:.3f} s)"
-        return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
 
     def rows(self) -> list[tuple[str, str, float]]:
         """Return (stage, shapes, seconds) of every stage, for tables."""

@@ -135,12 +135,10 @@ def test_the_tolerance_is_a_share_of_the_largest_value(run):
     assert refvl.compare(changed(run, **{"decode tokens__token_ids": ids + 1}), run, rtol=1).stage == "decode tokens"
 
 
-def test_both_forms_name_the_difference_and_escape_it(run):
-    other = Stages(run.stages.tensors | {"encode/0": run.embeds[0] * 2}, "<b>", [])
+def test_the_text_names_the_difference(run):
+    other = Stages(run.stages.tensors | {"encode/0": run.embeds[0] * 2}, "other", [])
     comparison = refvl.compare(other, run)
     assert "encode/0" in repr(comparison) and "DIFFERS" in repr(comparison) and comparison.verdict in repr(comparison)
-    table = comparison._repr_html_()
-    assert "&lt;b&gt;" in table and "<b>" not in table and table.count("<tr>") == 1 + len(comparison.rows)
     assert comparison.first.beyond == "9 of 9 rows, the first at item 1, token 0", "layouts are not known"
 
 
@@ -280,7 +278,7 @@ def test_every_stage_keeps_its_largest_magnitude():
     assert trace.largest["encode"] == max(float(x.abs().max()) for x in [*seen["encode"], *trace.embeds])
     assert trace.largest["patchify"] == max(float(p.pixel_values.abs().max()) for p in trace.patches)
     assert trace.largest["merge"] == float(trace.inputs_embeds.abs().max())
-    assert f"{trace.largest['encode']:.3g}" in repr(trace) and "max |x|" in trace._repr_html_()
+    assert f"{trace.largest['encode']:.3g}" in repr(trace)
     assert not vlm.encoder.blocks[0]._forward_hooks.keys() - {next(iter(vlm.encoder.blocks[0]._forward_hooks))}
 
 

@@ -33,15 +33,9 @@ def test_a_model_says_what_it_is(vlm):
 
 def test_a_trace_says_what_happened(vlm):
     trace = vlm.trace("What color is the circle?", images=[SCENE], max_new_tokens=4)
-    text, table = repr(trace), trace._repr_html_()
+    text = repr(trace)
     for stage, shapes, seconds in trace.rows():
         largest = trace.magnitude(stage)
         assert f"{stage:<14}{seconds:9.4f} s  {largest:>9}  {shapes}" in text
-        assert f"<tr><td>{stage}</td><td>{shapes}</td><td>{largest}</td><td>{seconds:.4f}</td></tr>" in table
-    assert text.startswith(f"Trace of {trace.text!r}") and table.count("<tr>") == len(trace.seconds) + 1
-
-
-def test_a_table_is_text():
-    trace = refvl.Trace(text="<b>red</b> & <script>", seconds={"<i>": 0.5})
-    assert "&lt;b&gt;red&lt;/b&gt; &amp; &lt;script&gt;" in trace._repr_html_() and "<i>" not in trace._repr_html_()
-    assert trace.positions is None
+    assert text.startswith(f"Trace of {trace.text!r}") and text.count("\n") == len(trace.seconds)
+    assert refvl.Trace().positions is None

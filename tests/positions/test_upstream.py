@@ -11,22 +11,16 @@ from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLModel
 from refvl.positions import (
     MediaSpan,
     compute_mrope_for_media,
-    compute_retention_mask,
-    recompute_mrope_positions,
     restrict_positions,
 )
 from refvl.study.releases import (
     bfloat16_position_channels,
-    joined_videos_masks,
     larger_side_positions,
     second_per_grid_truncated,
-    text_uncounted_positions,
     width_offset_positions,
 )
 
-FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = json.loads((FOLDER / "evs.json").read_text())["recompute"]
-TWO_MEDIA = json.loads((FOLDER / "evs_two_media.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "evs.json").read_text())["recompute"]
 CLIP = MediaSpan(3, t=10, h=2, w=3, t_factor=2 * 1.7)
 
 
@@ -60,32 +54,6 @@ def test_width_offset_is_what_vllm_computes(case):
     positions, delta = restrict_positions(width_offset_positions(num_tokens, spans)[0], keep)
     assert positions.tolist() == case["sequential_positions"]
     assert delta == case["sequential_delta"]
-
-
-@pytest.mark.parametrize("case", TWO_MEDIA["cases"], ids=lambda c: c["name"])
-def test_text_uncounted_is_what_vllm_computes(case):
-    """Oracle: vLLM 0.32.0, prompts of several media in one piece."""
-    pieces = [torch.tensor(medium["positions"]) for medium in case["media"]]
-    ids = TWO_MEDIA["meta"]["token_ids"]
-    positions, delta = text_uncounted_positions(case["input_ids"], pieces, *ids.values())
-    assert positions.tolist() == case["positions"] and delta == case["delta"]
-
-
-def test_a_second_medium_is_written_over_the_first_behind_a_longer_text():
-    """By hand: 9 tokens of an image behind 14 of text, then 13 of a video; and nothing happens behind 4 of text.
-
-    Extents stand in place of widths, so that the search is all that differs from ours.
-    """
-    start, image, video = ids = tuple(TWO_MEDIA["meta"]["token_ids"].values())
-    pieces = [compute_mrope_for_media(grid, 2).T for grid in ((1, 6, 6), (3, 6, 6))]
-    pieces[1] = pieces[1][:, :13]
-    for front, is_lost in ((14, True), (4, False)):
-        prompt = [1] * front + [start, *[image] * 9, 2, start, *[video] * 13, 2, 1]
-        ours, _ = recompute_mrope_positions(prompt, pieces, torch.arange(len(prompt)).repeat(3, 1), 0, *ids)
-        theirs, _ = text_uncounted_positions(prompt, pieces, *ids)
-        assert torch.equal(ours, theirs) != is_lost
-        first = slice(front + 1, front + 10)
-        assert torch.equal(theirs[:, first], (pieces[1] if is_lost else pieces[0])[:3, :9] + front + 1)
 
 
 def test_larger_side_and_truncated_seconds_are_what_transformers_computes():
@@ -126,12 +94,3 @@ def test_bfloat16_keeps_integers_up_to_256_only():
     assert torch.equal(rounded[:257], positions[:257])
     assert len(rounded[256:513].unique()) == 129
     assert len(rounded[512:].unique()) == 129
-
-
-def test_a_second_video_that_begins_as_the_first_ends_loses_its_first_frame():
-    """By hand, frames of two tokens: video B starts with the last frame of A. Alone, B keeps its first frame."""
-    a, b, c = torch.eye(6).view(3, 2, 6)
-    first, second = torch.cat([a, b]), torch.cat([b, c])
-    masks = joined_videos_masks([first, second], tokens_per_frame=2, q=0.25)
-    assert [mask.tolist() for mask in masks] == [[True] * 4, [False, False, True, True]]
-    assert compute_retention_mask(second, (2, 1, 2), 1, 0.25)[:2].all()
