@@ -240,7 +240,6 @@ def costs(
     dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
     state = linear_state_bytes(text.config, dtype) if text else 0
-    static = ((text and text.generation_config.max_cache_len) or 0) * per_token  # `load(compile=True, ...)`
 
     def cost(medium: Any, rate: float) -> dict[str, Any]:
         plan = plan_media(vlm, medium, rate, pruning)
@@ -256,7 +255,7 @@ def costs(
     stored["language_model"] = text_bytes or stored["language_model"]
     weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
-    cache = max(static, sum(medium["kv_cache_bytes"] for medium in planned))
+    cache = sum(medium["kv_cache_bytes"] for medium in planned)
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -266,7 +265,6 @@ def costs(
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
         "linear_state_bytes": state,
-        "static_cache_bytes": static,
         "min_pixels": limits and limits.min_pixels,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
@@ -295,8 +293,6 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
         rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
         if found["linear_state_bytes"]:
             rows["kv cache"] += f" and {_bytes(found['linear_state_bytes'])} a prompt"
-        if found["static_cache_bytes"]:
-            rows["kv cache"] += f"; of fixed size: {_bytes(found['static_cache_bytes'])}"
     rows |= {
         f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
         f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(options.get("text_bytes")),
@@ -321,9 +317,9 @@ def overview(vlm: Any) -> str:
     if vlm.language_model:
         config = vlm.language_model.config
         sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary of {config.vocab_size}"
-        text = f"{type(vlm.language_model).__name__}, {sizes}, {_million(vlm.language_model)}"
+        text = f"{type(vlm.language_model).__name__}, {sizes}, {_count(_parameters(vlm.language_model))}"
     rows = {
-        "encoder": f"{type(vlm.encoder).__name__}, {_million(vlm.encoder)}",
+        "encoder": f"{type(vlm.encoder).__name__}, {_count(_parameters(vlm.encoder))}",
         "language_model": text,
         "processor": type(vlm.processor).__name__,
         "graphs": type(vlm.graphs).__name__ if vlm.graphs else "none: the encoder runs eagerly",
@@ -334,11 +330,6 @@ def overview(vlm: Any) -> str:
     return "\n".join([f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}", *lines])
 
 
-def _million(module: nn.Module) -> str:
-    count = _parameters(module)
-    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
-
-
 def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
     """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
@@ -346,11 +337,12 @@ def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixel
     """
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if changes and not isinstance(processor.image_config, PatchConfig):
+    if not changes:
+        return
+    if not isinstance(processor.image_config, PatchConfig):
         raise ValueError(f"{next(iter(changes))}: not supported by this family, which has no limits in pixels")
-    if changes:
-        processor.image_config = replace(processor.image_config, **changes)
-        processor.video_config = replace(processor.video_config, **changes)
+    processor.image_config = replace(processor.image_config, **changes)
+    processor.video_config = replace(processor.video_config, **changes)
 
 
 def _parameters(module: nn.Module) -> int:

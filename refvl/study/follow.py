@@ -21,7 +21,6 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from refvl.study.report import Trace
 from refvl.study.source import Source, source_of
@@ -246,17 +245,6 @@ def measure(functions: Sequence[Function]) -> Numbers:
     return Numbers(len(functions), changes, len(files), lines, checks, whole)
 
 
-class _Scores(LogitsProcessor):
-    """A logits processor that stores the scores from which each token is chosen and does not change them."""
-
-    def __init__(self):
-        self.kept: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.kept.append(scores.detach().float().cpu())
-        return scores
-
-
 def follow(
     model: Any, question: str | Sequence[dict], *, images: Sequence = (), videos: Sequence = (), **options
 ) -> Journey:
@@ -269,10 +257,13 @@ def follow(
     model.chat(question, **request)
 
     functions = record(lambda: model.chat(question, **request), text=model.language_model)
-    scores = _Scores()
-    processors = [*(options.get("logits_processor") or ()), scores]
-    trace = model.trace(question, **(request | {"logits_processor": processors}))
-    kept = [row for rows in scores.kept for row in rows]
+    kept = list[Tensor]()
+
+    def keep(input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept.extend(scores.detach().float().cpu())
+        return scores
+
+    trace = model.trace(question, **request, logits_processor=[keep])
     chosen = kept if len(kept) == len(trace.token_ids) else []
     return Journey(str(question), functions, measure(functions), trace, chosen, model.processor.tokenizer.decode)
 

@@ -5,7 +5,6 @@ refvl's prompt. For videos it also gets refvl's patch rows, because its own vide
 needs torchvision. So neither the prompt nor these rows are recorded.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,25 +29,15 @@ IMAGE_PROCESSORS: dict[type, str] = {
 }  # fmt: skip
 
 
-def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
-    """Raise ValueError for families whose model transformers does not have, or for prompts that it does not accept.
+def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
+    """Return the prompt and pixels of a trace, before pruning, as inputs for transformers' `generate`.
 
-    kinds: the kinds of media in a prompt, "image" and "video". transformers' GLM marks both with the same token, so it
-    accepts only one kind.
+    Raises ValueError for families whose model transformers does not have. transformers' GLM marks images and videos
+    with the same token, so it also raises ValueError for a GLM prompt with both.
     """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
         reason = "because transformers' model can be recorded only for these families"
         raise ValueError(f"with: expected a Qwen or GLM model, {reason}, got {vlm.family.name}")
-    if isinstance(vlm.processor, Glm4vProcessor) and len(set(kinds)) > 1:
-        raise ValueError(f"with: expected only images or only videos for transformers' {vlm.family.name}, got both")
-
-
-def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """Return the prompt and pixels of a trace, before pruning, as inputs for transformers' `generate`.
-
-    Raises ValueError if transformers' model does not accept them: see `check_recordable`.
-    """
-    check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     kinds = vlm.processor.placeholders(trace.full_ids)
     is_video, is_glm = kinds == vlm.token_ids["video"], isinstance(vlm.processor, Glm4vProcessor)
     ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids) if is_glm else trace.full_ids
@@ -56,6 +45,8 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
     inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
     images = [p for p in trace.patches if p.media_tokens.kind == "image"]
     videos = [p for p in trace.patches if p.media_tokens.kind == "video"]
+    if is_glm and images and videos:
+        raise ValueError(f"with: expected only images or only videos for transformers' {vlm.family.name}, got both")
     if images:
         inputs["pixel_values"] = torch.cat([p.pixel_values for p in images])
         inputs["image_grid_thw"] = torch.tensor([p.layout for p in images])
@@ -68,24 +59,18 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
     return inputs
 
 
-def wide_rows(output: Any) -> Tensor:
-    """Return the output of a transformers tower: (M, D), or (M, D * (1 + k)) with Qwen3-VL's k DeepStack features."""
-    return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
-
-
 @torch.inference_mode()
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
     """Run transformers' model, with the weights of the same checkpoint, on the media and the prompt of a refvl trace.
 
-    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable`
+    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as `transformers_inputs`
     does.
     """
-    check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
+    inputs, places = transformers_inputs(vlm, trace), range(len(trace.media))
     prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
     model.to(vlm.device).eval()
-    inputs, places = transformers_inputs(vlm, trace), range(len(trace.media))
     videos = [i for i in places if isinstance(trace.media[i], Video)]
     images = [i for i in places if i not in videos]
     source, layouts, found = f"transformers {transformers.__version__}", list(trace.layouts), dict[str, Tensor]()
@@ -97,8 +82,13 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         if prepared["image_grid_thw"].tolist() != [list(trace.layouts[i]) for i in images]:
             return Stages(found, source, layouts)  # the prompt has a different number of placeholders
     encoded, merged = list[Tensor](), list[dict]()
+
+    def keep_rows(tower: Any, arguments: Any, output: Any) -> None:
+        deeper = getattr(output, "deepstack_features", None) or ()  # of Qwen3-VL
+        encoded.append(torch.cat([output.pooler_output, *deeper], dim=-1))
+
     hooks = [
-        model.model.visual.register_forward_hook(lambda _, __, output: encoded.append(wide_rows(output))),
+        model.model.visual.register_forward_hook(keep_rows),
         model.model.language_model.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True),
     ]
     on_device = {name: x.to(vlm.device) for name, x in inputs.items()}

@@ -1,9 +1,7 @@
 """`VLM.trace` keeps the results of every stage; on request, it also keeps attention weights and hidden states.
 
     trace              runs as `chat` does, or on watched copies of tower and language model
-    read_out           an answer, and data about it
     TowerWatch         a copy of the encoder with hooks, whose recorded values fill a trace
-    LanguageWatch      the same for a language model
     media_attention    the attention of a new token to each token of an image or video
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
@@ -73,29 +71,17 @@ class TowerWatch:
             trace.tower_hidden_states = [in_patch_order(runs, rows) for runs in self.states]
 
 
-class LanguageWatch:
-    """A copy of a language model, `language_model`, that shares its weights.
+def keep_language(trace: Trace, output: Any, config: Any) -> None:
+    """Fill `attentions` and `hidden_states` of the language model from the output of its `generate`.
 
-    `options` make its `generate` return more.
+    transformers returns one tensor for the whole prompt and one for each later token.
     """
-
-    def __init__(self, language_model: CausalTextModel, *, attentions: bool, hidden_states: bool):
-        self.language_model = share_weights(language_model)
-        self.options = {"output_attentions": attentions, "output_hidden_states": hidden_states}
-        if attentions:
-            self.language_model.set_attn_implementation("eager")
-
-    def fill(self, trace: Trace, output: Any) -> None:
-        """Fill `attentions` and `hidden_states`.
-
-        transformers returns one tensor for the whole prompt and one for each later token.
-        """
-        if output.attentions is not None:
-            found = (_square(steps) for steps in zip(*output.attentions, strict=True))
-            kinds = getattr(self.language_model.config, "layer_types", None) or range(len(output.attentions[0]))
-            trace.attentions = [None if kind == "linear_attention" else next(found) for kind in kinds]
-        if output.hidden_states is not None:
-            trace.hidden_states = [torch.cat(steps, dim=1)[0] for steps in zip(*output.hidden_states, strict=True)]
+    if output.attentions is not None:
+        found = (_square(steps) for steps in zip(*output.attentions, strict=True))
+        kinds = getattr(config, "layer_types", None) or range(len(output.attentions[0]))
+        trace.attentions = [None if kind == "linear_attention" else next(found) for kind in kinds]
+    if output.hidden_states is not None:
+        trace.hidden_states = [torch.cat(steps, dim=1)[0] for steps in zip(*output.hidden_states, strict=True)]
 
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
@@ -170,19 +156,6 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
         weights_HQT = step[0, :, :, :seen]
         rows.append(F.pad(weights_HQT, (seen - weights_HQT.shape[-1], total - seen)))
     return torch.cat(rows, dim=1)
-
-
-def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, options: dict) -> Any:
-    """Call `answer` and return its result; set `first_logits`, `margins` and `last_states` in the trace."""
-    text = model.language_model
-    readout = Readout(text, text.model.layers, len(trace.input_ids))
-    try:
-        output = answer(trace, max_new_tokens, **options)
-    finally:
-        readout.remove()
-    trace.first_logits, trace.last_states = readout.first_logits, readout.last_states
-    trace.margins = readout.margins(len(trace.token_ids))
-    return output
 
 
 @contextmanager
@@ -280,23 +253,30 @@ def trace(
     request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
     if replace is not None:
         model = with_replacements(model, replace)
-    if attentions:
-        model.family.require("attentions")
     if is_watched:
         tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
-        language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
-        model.encoder, model.language_model = tower.encoder, language.language_model
+        model.encoder, model.language_model = tower.encoder, share_weights(model.language_model)
         model.graphs = model.media_cache = None  # a replay returns no intermediate values
-        generate_kwargs |= language.options
+        generate_kwargs |= {"output_attentions": attentions, "output_hidden_states": hidden_states}
+    if attentions:
+        model.family.require("attentions")
+        model.language_model.set_attn_implementation("eager")
     answer = model.answer if num_beams == 1 else model.answer_with_beams
     with largest_values(model, with_prefill=num_beams == 1) as largest:
         if prefill_chunk is None:
             run = model.read(request)
         else:
             run, generate_kwargs = read_in_chunks(model, prefill_chunk, request, generate_kwargs)
-        output = read_out(model, answer, run, max_new_tokens, generate_kwargs)
+        text = model.language_model
+        readout = Readout(text, text.model.layers, len(run.input_ids))
+        try:
+            output = answer(run, max_new_tokens, **generate_kwargs)
+        finally:
+            readout.remove()
+    run.first_logits, run.last_states = readout.first_logits, readout.last_states
+    run.margins = readout.margins(len(run.token_ids))
     keep_largest(run, largest)
     if is_watched:
         tower.fill(run)
-        language.fill(run, output)
+        keep_language(run, output, model.language_model.config)
     return run

@@ -261,13 +261,3 @@ def test_a_hybrid_cache_is_as_large_as_it_says():
     state = linear_state_bytes(model.config, torch.float32)
     assert sum(x.nbytes for x in stored) == 10 * kv_cache_bytes_per_token(model.config, torch.float32) + state
     assert state > 0
-
-
-def test_a_cache_of_fixed_size_is_counted():
-    """By hand, from the config: as large as was asked for, whatever media need of it."""
-    vlm = planner(TINY / "tiny-qwen2_5_vl")
-    vlm.language_model.generation_config.max_cache_len = 4096
-    found = costs(vlm)
-    assert found["static_cache_bytes"] == 4096 * found["kv_cache_bytes_per_token"]
-    assert found["memory_bytes"] - found["weights_bytes"] == found["static_cache_bytes"]
-    assert "of fixed size" in describe(vlm)["kv cache"]
