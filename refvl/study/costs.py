@@ -265,7 +265,6 @@ def costs(
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
         "linear_state_bytes": state,
-        "min_pixels": limits and limits.min_pixels,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
         "largest_square_picture": cost(largest, 0.0),

@@ -9,6 +9,7 @@ record    a call -> the functions of a folder that the call enters, and the line
 measure   functions -> `Numbers`
 """
 
+import ast
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -75,8 +76,8 @@ class Function:
     @property
     def lines(self) -> range:
         """All lines of the function, including decorators."""
-        first, _, last = self.source.functions.get(self.first, (self.first,) * 3)
-        return range(first, last + 1)
+        node = self.source.functions.get(self.first)
+        return range(self.first, ((node and node.end_lineno) or self.first) + 1)
 
     @property
     def shown(self) -> list[int]:
@@ -86,7 +87,8 @@ class Function:
     @property
     def docstring(self) -> str:
         """The function's docstring without its margin, or "" if it has none."""
-        return self.source.docstring_of(self.first)
+        node = self.source.functions.get(self.first)
+        return (node and ast.get_docstring(node)) or ""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -18,8 +18,7 @@ class Source:
     """A parsed file of the library. All line numbers start at 1.
 
     lines: the text of each line. code: the line numbers of all code, without blank lines, comments and docstrings.
-    docstrings: the line numbers of all docstrings. functions: first line including decorators -> (that line, the line
-    of `def`, the last line).
+    docstrings: the line numbers of all docstrings. functions: by their first line, including decorators.
     """
 
     def __init__(self, path: Path):
@@ -28,18 +27,12 @@ class Source:
         self.lines = ["", *text.splitlines()]
         self.docstrings = {line for node in ast.walk(tree) for line in _docstring(node)}
         self.code = _tokens(text) - self.docstrings
-        self._nodes = {_first(node): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        self.functions = {first: (first, n.lineno, n.end_lineno or 0) for first, n in self._nodes.items()}
+        self.functions = {_first(node): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         self._statements = _statements(tree)
 
     def code_of(self, first: int) -> set[int]:
         """Return the code lines of the function that begins at line `first`, without decorators."""
-        _, start, last = self.functions.get(first, (first, first, first - 1))
-        return self.code & set(range(start, last + 1))
-
-    def docstring_of(self, first: int) -> str:
-        """Return the docstring of the function that begins at line `first`, without its margin; "" if it has none."""
-        return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
+        return self.code.intersection(_span(self.functions[first])) if first in self.functions else set()
 
     def whole(self, events: set[int]) -> frozenset[int]:
         """Return the executed lines, extended to whole statements: the interpreter reports only some of their lines."""

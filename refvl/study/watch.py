@@ -173,16 +173,10 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
         if is_prompt and threading.get_ident() == thread:
             found[stage].append(max_norm(x))
 
-    watched = {"prefill": model.language_model} if with_prefill else {}
+    layers = {"prefill": model.language_model.model.layers if with_prefill else ()}
     if model.graphs is None and not model.encoder.is_compiled:
-        watched["encode"] = model.encoder
-    handles = [
-        layer.register_forward_hook(partial(keep, stage))
-        for stage, part in watched.items()
-        for group in part.modules()
-        if isinstance(group, nn.ModuleList)
-        for layer in group
-    ]
+        layers["encode"] = model.encoder.blocks
+    handles = [layer.register_forward_hook(partial(keep, stage)) for stage in layers for layer in layers[stage]]
     try:
         yield found
     finally:
