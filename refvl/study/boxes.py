@@ -128,19 +128,18 @@ _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s
 _MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, which follows its thoughts
 
 
-def parse(text: str, family: str, *, points: bool = False) -> Tensor:
-    """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`; or points (n, 2).
+def parse(text: str, family: str) -> Tensor:
+    """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`.
 
-    Boxes are in the order of the text, with corners as written. Text never raises an error: anything except four (or
-    two) numbers in the family's notation is skipped. For a truncated answer, only the complete boxes are returned.
+    Boxes are in the order of the text, with corners as written. Text never raises an error: anything except four
+    numbers in the family's notation is skipped. For a truncated answer, only the complete boxes are returned.
     Without any boxes, the result is (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]
     """
-    width = 2 if points else 4
-    found = [region.xy for region in find_regions(text, family) if len(region.xy) == width]
-    return torch.tensor(found, dtype=torch.float32).reshape(-1, width)
+    found = [region.xy for region in find_regions(text, family) if len(region.xy) == 4]
+    return torch.tensor(found, dtype=torch.float32).reshape(-1, 4)
 
 
 def find_regions(text: str, family: str) -> list[Region]:

@@ -8,10 +8,10 @@
 A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces the other.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from refvl.study.readout import Readout
 
 LEFT = 1e-3  # a cause may leave this share of a difference unexplained
 THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope theta of released text models
-ORDERS = list(itertools.permutations(range(3)))[1:]  # of the axes t, h and w
+ORDERS = {", ".join("thw"[axis] for axis in order): list(order) for order in list(permutations(range(3)))[1:]}
 Made = Iterator[tuple[str, Tensor]]  # the stage as the model computes it, then (cause, the stage with this cause)
 
 
@@ -85,8 +85,8 @@ def _positioned(model: Any, run: Any, what: str, media: Sequence) -> Made:
     length = run.tensors["positions/ids"].shape[1]
     right, _ = get_mrope_input_positions(length, run.spans)
     yield "", right
-    for order in ORDERS:
-        yield _axes(order), right[list(order)]
+    for order, axes in ORDERS.items():
+        yield f"axes in the order {order}", right[axes]
     truncated = [releases.second_per_grid_truncated(span) for span in run.spans]
     yield "second_per_grid_truncated (releases)", get_mrope_input_positions(length, truncated)[0]
     for rule in (releases.larger_side_positions, releases.width_offset_positions):
@@ -94,20 +94,18 @@ def _positioned(model: Any, run: Any, what: str, media: Sequence) -> Made:
             yield f"{rule.__name__} (releases)", rule(length, spans)[0]
 
 
-def _axes(order: Sequence[int]) -> str:
-    return f"axes in the order {', '.join('thw'[axis] for axis in order)}"
-
-
 def _read(model: Any, run: Any, what: str, media: Sequence) -> Made:
     text, given = model.language_model, run.tensors
     if what != "last_states" or not {"merge/inputs_embeds", "positions/ids"} <= given.keys():
         return
     yield "", _last_states(text, given, given["positions/ids"])
-    for order in ORDERS:
-        yield f"rotary: {_axes(order)}", _last_states(text, given, given["positions/ids"][list(order)])
+    for order, axes in ORDERS.items():
+        yield f"rotary: axes in the order {order}", _last_states(text, given, given["positions/ids"][axes])
     theta = (getattr(text.config, "rope_parameters", None) or {}).get("rope_theta")
     rotary = getattr(text.model, "rotary_emb", None)
-    for other in THETAS if theta and rotary else ():
+    if theta is None or rotary is None:
+        return
+    for other in THETAS:
         changed = share_weights(text)  # frequencies are theta^(-2i/K), so log(theta) scales their exponents
         changed.model.rotary_emb.inv_freq = rotary.inv_freq ** (math.log(other) / math.log(theta))
         yield f"rotary: theta {other:g} instead of {theta:g}", _last_states(changed, given, given["positions/ids"])

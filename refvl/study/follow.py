@@ -249,25 +249,22 @@ def measure(functions: Sequence[Function]) -> Numbers:
     return Numbers(len(functions), changes, len(files), lines, whole)
 
 
-def follow(
-    model: Any, question: str | Sequence[dict], *, images: Sequence = (), videos: Sequence = (), **options
-) -> Journey:
+def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:
     """Run the request three times: to warm up, to record the functions of `model.chat`, and with `model.trace`.
 
-    question, images, videos, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
+    question, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
     `VLM.trace`.
     """
-    request = {"images": images, "videos": videos} | options
-    model.chat(question, **request)
+    model.chat(question, **options)
 
-    functions = record(lambda: model.chat(question, **request), text=model.language_model)
+    functions = record(lambda: model.chat(question, **options), text=model.language_model)
     kept = list[Tensor]()
 
     def keep(input_ids: Tensor, scores: Tensor) -> Tensor:
         kept.extend(scores.detach().float().cpu())
         return scores
 
-    trace = model.trace(question, **request, logits_processor=[keep])
+    trace = model.trace(question, **options, logits_processor=[keep])
     chosen = kept if len(kept) == len(trace.token_ids) else []
     return Journey(str(question), functions, measure(functions), trace, chosen, model.processor.tokenizer.decode)
 

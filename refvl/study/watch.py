@@ -101,12 +101,7 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens.
-
-    Raises ValueError unless `trace` has hidden states.
-    """
-    if not trace.hidden_states:
-        raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
+    """Return (T, vocabulary) probabilities before each of T new tokens, from a trace with hidden states."""
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
@@ -212,46 +207,31 @@ def trace(
     model: Any,
     prompt: str | Sequence[dict],
     *,
-    images: Sequence = (),
-    videos: Sequence = (),
     max_new_tokens: int = 128,
-    pruning_rate: float = 0.0,
-    pruning: str = "evs",
-    allow_special_tokens: bool = False,
     attentions: bool = False,
     hidden_states: bool = False,
     prefill_chunk: int | None = None,
     replace: Mapping[str, Callable] | None = None,
-    **generate_kwargs,
+    **options,
 ) -> Trace:
-    """Run like `chat`, but keep every stage and the time it took.
-
-    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of the tower and the
-    language model (see `Trace`). Both then run eagerly with the same weights, even if graphs are captured. For long
-    prompts, this needs much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
-    f receives the result of the stage, and the run continues with its return value (`refvl.study.interventions`). With
-    `prefill_chunk`, pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage.
-    Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
-    cannot be read, or for placeholders that do not match the media. The same errors are raised for a pruning rate
-    outside [0, 1), for a prompt longer than the context, and for options of `generate` that do not exist or do not lead
-    to one answer in text.
-    """
+    """Run like `chat`, with the same arguments, but keep every stage and the time it took: see `VLM.trace`."""
+    asked = {name: options.pop(name) for name in Request.__dataclass_fields__ if name in options}
     model = copy.copy(model)  # the copy shares all parts
     model.record = Trace
-    num_beams = model.check_options("trace", generate_kwargs, max_new_tokens)
+    num_beams = model.check_options("trace", options, max_new_tokens)
     is_watched = attentions or hidden_states
     if prefill_chunk is not None and (is_watched or replace):
         raise ValueError("prefill_chunk: not supported with replace, attentions or hidden_states: stages run in parts")
     if is_watched and num_beams != 1:
         raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
-    request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
+    request = Request(prompt, **asked)
     if replace is not None:
         model = with_replacements(model, replace)
     if is_watched:
         tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
         model.encoder, model.language_model = tower.encoder, share_weights(model.language_model)
         model.graphs = model.media_cache = None  # a replay returns no intermediate values
-        generate_kwargs |= {"output_attentions": attentions, "output_hidden_states": hidden_states}
+        options |= {"output_attentions": attentions, "output_hidden_states": hidden_states}
     if attentions:
         model.family.require("attentions")
         model.language_model.set_attn_implementation("eager")
@@ -260,11 +240,11 @@ def trace(
         if prefill_chunk is None:
             run = model.read(request)
         else:
-            run, generate_kwargs = read_in_chunks(model, prefill_chunk, request, generate_kwargs)
+            run, options = read_in_chunks(model, prefill_chunk, request, options)
         text = model.language_model
         readout = Readout(text, text.model.layers, len(run.input_ids))
         try:
-            output = answer(run, max_new_tokens, **generate_kwargs)
+            output = answer(run, max_new_tokens, **options)
         finally:
             readout.remove()
     run.first_logits, run.last_states = readout.first_logits, readout.last_states

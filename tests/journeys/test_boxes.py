@@ -147,7 +147,6 @@ def test_answers_are_read_in_the_family_s_notation(family, text, want):
     """Oracle: the makers' examples, with and without their marks, fences and quotes."""
     assert find_regions(text, family) == want
     assert parse(text, family).tolist() == [list(region.xy) for region in want if len(region.xy) == 4]
-    assert parse(text, family, points=True).tolist() == [list(region.xy) for region in want if len(region.xy) == 2]
 
 
 @pytest.mark.parametrize("family", [convention.title for convention in boxes.CONVENTIONS])
@@ -168,10 +167,9 @@ def test_what_is_no_box_is_passed_over(family, text):
 )
 def test_no_text_raises_and_what_is_found_can_be_mapped(text):
     for convention in boxes.CONVENTIONS:
-        for points in (False, True):
-            found = parse(text, convention.title, points=points)
-            picture = {"picture": (10, 10), "resized": (28, 28), "family": convention.title}
-            assert to_picture(found, **picture).shape == found.shape
+        found = parse(text, convention.title)
+        picture = {"picture": (10, 10), "resized": (28, 28), "family": convention.title}
+        assert to_picture(found, **picture).shape == found.shape
 
 
 def test_an_answer_cut_off_anywhere_keeps_its_whole_boxes():
