@@ -1,5 +1,6 @@
 """What every explorer of the gallery has to show in a state, computed again by refvl's functions without its table."""
 
+import itertools
 import json
 import math
 from copy import copy
@@ -85,20 +86,19 @@ def level(value: float) -> int:
 
 def packing(explorer, state: tuple) -> dict:
     name, graphs, arrived, policy = state
-    tokens, budgets = explorer.arrivals[name][:arrived], generate_budgets(64, 512)[-graphs:]
-    plans = {p: plan_batches(tokens, budgets, max_items=8, policy=p) for p in ("greedy", "optimal")}
-    assert (policy == "either") == (plans["greedy"] == plans["optimal"])
+    tokens, budgets = explorer.arrivals[name][:arrived], generate_budgets(64, 512)
+    alike = [plan_batches(tokens, budgets[-graphs:], max_items=8, policy=p) for p in ("greedy", "optimal")]
+    assert (policy == "either") == (alike[0] == alike[1])
     used = "greedy" if policy == "either" else policy
-    batches = plans[used]
-    fewer = (plan_batches(tokens, generate_budgets(64, 512)[-n:], max_items=8, policy=used) for n in (1, 2, 3, 4))
+    plans = {n: plan_batches(tokens, budgets[-n:], max_items=8, policy=used) for n in (1, 2, 3, 4)}
     return {
-        "tokens": tokens,
-        "budgets": budgets,
+        "tokens": tokens, "budgets": budgets[-graphs:],
         "replays": [
-            {"items": b.indices, "tokens": sum(tokens[i] for i in b.indices), "budget": b.budget or 0} for b in batches
+            {"items": b.indices, "tokens": sum(tokens[i] for i in b.indices), "budget": b.budget or 0}
+            for b in plans[graphs]
         ],
-        "wastes": [round(padding_waste(batches, tokens), 4) for batches in fewer],
-    }
+        "wastes": [round(padding_waste(batches, tokens), 4) for batches in plans.values()],
+    }  # fmt: skip
 
 
 def slices(explorer, state: tuple) -> dict:
@@ -158,55 +158,57 @@ def families(explorer, state: tuple) -> dict:
     return {"size": size, "families": costs}
 
 
+def walk(prompt, rule: str) -> np.ndarray:
+    """Positions (3, N), token by token: text counts on all axes, a medium starts where the text stopped, text goes on
+    after the largest position. The other conventions change what a step lasts, or where text goes on."""
+    starts, rows, follows = {span.offset: span for span in prompt.spans}, [], 0
+    while len(rows) < len(prompt.ids):
+        span = starts.get(len(rows))
+        if span is None:
+            rows.append((follows,) * 3)
+            follows += 1
+            continue
+        factor = span.t_factor
+        if "whole seconds" in rule and span.t > 1:
+            factor = 2.0 * int(span.t_factor / 2)
+        thw = itertools.product(range(span.t), range(span.h), range(span.w))
+        rows += [(follows + int(t * factor), follows + h, follows + w) for t, h, w in thw]
+        if "uses max(h, w)" in rule:
+            follows += max(span.h, span.w)
+        elif "uses w positions" in rule:
+            follows += span.w
+        else:
+            follows += max(int((span.t - 1) * factor) + 1, span.h, span.w)
+    found = np.array(rows).T
+    if "bfloat16" in rule:  # eight bits: from 256 on every second, from 512 on every fourth, ties to even
+        step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(found, 1))) - 7, 0)
+        found = (np.round(found / step) * step).astype(int)
+    return found
+
+
 def positions(explorer, state: tuple) -> dict:
-    """The rule read token by token: text counts on all axes, a medium starts where the text stopped, text goes on after
-    the largest position. The other conventions change what a step lasts, or where text goes on."""
+    """The rule read token by token, and what each token is of."""
     *sizes, convention = state
-    prompt, family = explorer.prompt(*sizes), sizes[0]
-    assert convention == "nothing" or family == "Qwen2.5-VL"  # the others write text between frames: no release differs
-    starts = {span.offset: (span, kind) for span, kind in zip(prompt.spans, prompt.kinds, strict=True)}
-    rows = {"positions": [], "other": []}
-    places, kinds, extents = [], [], []
-    for which, rule in (("positions", "nothing"), ("other", convention)):
-        token = follows = 0
-        while token < len(prompt.ids):
-            span, kind = starts.get(token, (None, ""))
-            if span is None:
-                rows[which].append((follows,) * 3)
-                token, follows = token + 1, follows + 1
-                continue
-            factor = span.t_factor
-            if "whole seconds" in rule and span.t > 1:
-                factor = 2.0 * int(span.t_factor / 2)
-            thw = [(t, h, w) for t in range(span.t) for h in range(span.h) for w in range(span.w)]
-            rows[which] += [(follows + int(t * factor), follows + h, follows + w) for t, h, w in thw]
-            costs = {"uses max(h, w)": max(span.h, span.w), "uses w positions": span.w}
-            cost = next((cost for part, cost in costs.items() if part in rule), None)
-            follows += max(int((span.t - 1) * factor) + 1, span.h, span.w) if cost is None else cost
-            token += span.num_tokens
-    for token in range(len(prompt.ids)):
-        inside = [(s, k) for s, k in starts.values() if s.offset <= token < s.offset + s.num_tokens]
-        kinds.append({"": 0, "image": 1, "video": 2}[inside[0][1] if inside else ""])
-        place, extent = (0, 0, 0), (1, 1, 1)
-        for span, kind in inside:
-            t, rest = divmod(token - span.offset, span.h * span.w)
-            before = sum(s.t for s, k in starts.values() if k == kind == "video" and s.offset < span.offset)
-            total = sum(s.t for s, k in starts.values() if k == "video") if kind == "video" else 1
-            place, extent = (before + t, *divmod(rest, span.w)), (total, span.h, span.w)
-        places.append(place)
-        extents.append(extent)
-    found = {name: np.array(row).T for name, row in rows.items()}
-    if "bfloat16" in convention:  # eight bits: from 256 on every second, from 512 on every fourth, ties to even
-        step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(found["other"], 1))) - 7, 0)
-        found["other"] = (np.round(found["other"] / step) * step).astype(int)
-    deltas = {name: int(row.max()) + 1 - row.shape[1] for name, row in found.items()}
+    prompt, family, none = explorer.prompt(*sizes), sizes[0], convention == "nothing"
+    assert none or family == "Qwen2.5-VL"  # the others write text between frames: no release differs
+    found, other = walk(prompt, "nothing"), walk(prompt, convention)
+    N, steps = len(prompt.ids), 0
+    kinds, places, extents = np.zeros(N, int), np.zeros((N, 3), int), np.ones((N, 3), int)
+    total = sum(span.t for span, kind in zip(prompt.spans, prompt.kinds, strict=True) if kind == "video")
+    for span, kind in zip(prompt.spans, prompt.kinds, strict=True):
+        own = slice(span.offset, span.offset + span.num_tokens)
+        kinds[own] = {"image": 1, "video": 2}[kind]
+        places[own] = np.argwhere(np.ones((span.t, span.h, span.w)))
+        extents[own] = (total if kind == "video" else 1, span.h, span.w)
+        if kind == "video":  # the frames of a video may be spans of their own
+            places[own, 0] += steps
+            steps += span.t
     tokenizer = explorer.processors[family].tokenizer
     return {
-        "positions": found["positions"], "delta": deltas["positions"],
+        "positions": found, "delta": int(found.max()) + 1 - N,
         "words": np.array([explorer.shared["words"].index(tokenizer.decode([int(i)])) for i in prompt.ids]),
-        "kinds": np.array(kinds), "places": np.array(places), "extents": np.array(extents),
-        "other": None if convention == "nothing" else found["other"],
-        "other_delta": None if convention == "nothing" else deltas["other"],
+        "kinds": kinds, "places": places, "extents": extents,
+        "other": None if none else other, "other_delta": None if none else int(other.max()) + 1 - N,
     }  # fmt: skip
 
 
@@ -223,10 +225,11 @@ def rules(explorer, state: tuple) -> dict:
     found = []
     for name in RULES:
         prompt = prompt_of(name, sizes, grid[0], frames)
-        is_media = torch.tensor([any(0 <= i - s.offset < s.num_tokens for s in prompt.spans)
-                                 for i in range(len(prompt.ids))])  # fmt: skip
-        stays = is_media.clone().masked_scatter(is_media, kept) | ~is_media
+        is_media = torch.zeros(len(prompt.ids), dtype=torch.bool)
+        for span in prompt.spans:
+            is_media[span.offset :][: span.num_tokens] = True
         if name == "like plain text":
+            stays = is_media.clone().masked_scatter(is_media, kept) | ~is_media
             positions = (stays.cumsum(0) - 1).expand(3, -1)
         elif name == "MiniCPM-V 4.7":
             positions = canvas_positions(torch.tensor(prompt.ids), prompt.spans, MARKS)
@@ -317,39 +320,38 @@ def cosines(rows: np.ndarray) -> np.ndarray:
 
 def tower(explorer, state: tuple) -> dict:
     picture, stage = state
-    traces = [watched(explorer.model, asked) for asked in explorer.watched.values()]
     number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
-    trace = traces[number]
-    none = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)
+    trace = watched(explorer.model, explorer.watched[picture])
     states = trace.tower_hidden_states[after].double().numpy()
     alike = cosines(states - states.mean(0))
-    tokens = [range(4 * (i // 4), 4 * (i // 4) + 4) for i in range(len(states))]
-    near = np.array([np.mean([alike[i, j] for j in tokens[i] if j != i]) for i in range(len(states))])
-    far = np.array(
-        [np.mean([alike[i, j] for j in range(len(states)) if j not in tokens[i]]) for i in range(len(states))]
-    )
+    token = np.arange(len(states)) // 4
+    own = token[:, None] == token
+    others = own & ~np.eye(len(states), dtype=bool)
     return {
-        "picture": number, "stage": after,
-        "alike": np.round(255 * np.maximum(alike, 0)).astype(int), "near": near, "far": far,
-        "segments": segments_of(trace, after - 1) if after else none,
+        "picture": number, "stage": after, "alike": np.round(255 * np.maximum(alike, 0)).astype(int),
+        "near": alike.mean(1, where=others), "far": alike.mean(1, where=~own),
+        "segments": segments_of(trace, after - 1) if after else np.zeros(len(states), int),
     }  # fmt: skip
+
+
+def chances(explorer, words: list[str], logits: torch.Tensor) -> list[float]:
+    """Probabilities of these words, spaces shown."""
+    decode = explorer.model.processor.tokenizer.decode
+    every = {decode([token]).replace(" ", "␣"): p for token, p in enumerate(logits.softmax(-1).tolist())}
+    return [round(every[word], 4) for word in words]
 
 
 def evs(explorer, state: tuple) -> dict:
     question, q = state
     number = [clip["name"] for clip in explorer.clips].index(question)
-    shared = explorer.clips[number]["shared"]
-    trace = explorer.model.trace(
-        shared["prompt"], videos=[explorer.clips[number]["video"]], pruning_rate=q, hidden_states=True
-    )
-    keep = compute_retention_mask(trace.embeds[0], shared["thw"], 1, q)
+    shared, video = explorer.clips[number]["shared"], explorer.clips[number]["video"]
+    trace = explorer.model.trace(shared["prompt"], videos=[video], pruning_rate=q, hidden_states=True)
     positions, delta = restrict_positions(trace.full_positions, trace.keep)
     logits = explorer.model.language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1]).detach()
-    chances = dict(enumerate(logits.softmax(-1).tolist()))
-    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
     return {
-        "keep": keep, "kept": trace.keep, "positions": positions, "delta": delta, "tokens": len(trace.input_ids),
-        "answer": trace.text, "chances": [round(words[word], 4) for word in shared["words"]], "clip": number,
+        "keep": compute_retention_mask(trace.embeds[0], shared["thw"], 1, q), "kept": trace.keep,
+        "positions": positions, "delta": delta, "tokens": len(trace.input_ids),
+        "answer": trace.text, "chances": chances(explorer, shared["words"], logits), "clip": number,
     }  # fmt: skip
 
 
@@ -407,49 +409,36 @@ def costs(explorer, state: tuple) -> dict:
         one = replace(explorer.config, depth=1, fullatt_block_indexes=(), window_size=window)
         first, second = operations(one, s), operations(replace(one, depth=2), s)
         more = operations(replace(one, fullatt_block_indexes=(0,)), s) - first
-        windowed = (
-            4
-            * 1280
-            * sum(n * n for n in get_window_index([(1, s // 14, s // 14)], window_size=window)[1].diff().tolist())
-        )
-        return {
-            "rest": 2 * first - second, "linear": second - first - windowed, "windowed": windowed,
-            "whole": windowed + more,
-        }  # fmt: skip
+        lengths = get_window_index([(1, s // 14, s // 14)], window_size=window)[1].diff()
+        windowed = 4 * 1280 * int((lengths**2).sum())
+        linear = second - first - windowed
+        return {"rest": 2 * first - second, "linear": linear, "windowed": windowed, "whole": windowed + more}
 
     def whole_tower(s: int, count: int) -> int:
         p = parts(s)
         return p["rest"] + 32 * p["linear"] + count * p["whole"] + (32 - count) * p["windowed"]
 
     sides = explorer.controls[0]["options"]
-    return {"patches": (side // 14) ** 2} | parts(side) | {
-        "total": whole_tower(side, full),
-        "curves": np.array([[whole_tower(s, count) for s in sides] for count in (0, full, 32)], dtype=float),
-    }  # fmt: skip
+    curves = [[whole_tower(s, count) for s in sides] for count in (0, full, 32)]
+    total = {"total": whole_tower(side, full), "curves": np.array(curves, float)}
+    return {"patches": (side // 14) ** 2} | parts(side) | total
 
 
 def deepstack(explorer, state: tuple) -> dict:
     """The rows of the encoder with zeros in the columns of the features that are left out, through the whole model."""
     question, name = state
-    asked, kept, width = explorer.asked[question], explorer.subsets[name], explorer.width
-    factors = torch.tensor([1, *kept]).repeat_interleave(width)
-    run = explorer.model.trace(
-        asked.prompt,
-        **asked.medium,
-        hidden_states=True,
-        replace={"embeds": lambda rows: [row * factors for row in rows]},
-    )
-    chances = dict(enumerate(probabilities(explorer.model.language_model, run)[0].tolist()))
-    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
+    asked, kept, model = explorer.asked[question], explorer.subsets[name], explorer.model
+    factors = torch.tensor([1, *kept]).repeat_interleave(explorer.width)
+    changed = {"embeds": lambda rows: [row * factors for row in rows]}
+    run = model.trace(asked.prompt, **asked.medium, hidden_states=True, replace=changed)
     number = list(explorer.asked).index(question)
-    return {
-        "question": number, "kept": list(kept), "answer": run.text,
-        "chances": [round(words[word], 4) for word in explorer.shared["questions"][number]["words"]],
-    }  # fmt: skip
+    words = explorer.shared["questions"][number]["words"]
+    said = probabilities(model.language_model, run)[0].log()
+    return {"question": number, "kept": list(kept), "answer": run.text, "chances": chances(explorer, words, said)}
 
 
-ORACLES = {
-    "windows": windows, "positions": positions, "rules": rules, "mrope": mrope, "graph": graph, "packing": packing,
-    "slices": slices, "families": families, "attention": attention, "tower": tower, "evs": evs,
-    "timeline": timeline, "launches": launches, "assignment": assignment, "costs": costs, "deepstack": deepstack,
-}  # fmt: skip
+EVERY = (
+    windows, positions, rules, mrope, graph, packing, slices, families,
+    attention, tower, evs, timeline, launches, assignment, costs, deepstack,
+)  # fmt: skip
+ORACLES = {oracle.__name__: oracle for oracle in EVERY}
