@@ -94,11 +94,6 @@ class GridEncoder(Tower):
             "frequencies": rotary_frequencies(self.head_dim),
         }
 
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.block_size, t
-
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 

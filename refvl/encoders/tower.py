@@ -103,6 +103,11 @@ class Tower(nn.Module):
         """Return the patch row at each input position (-1 for none), for each pass through the blocks in a forward."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
+    def item_size(self, layout: Any) -> tuple[int, int, int]:
+        """Return (patch rows, output tokens, frames) of one item; here, of a grid of (t, h, w) patches."""
+        t, h, w = layout
+        return t * h * w, t * h * w // self.block_size, t
+
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """Return zeros of shape (patch rows, values) for `max_tokens` output tokens of `block_size` patches each."""
         return next(self.parameters()).new_zeros(max_tokens * self.block_size, self.patch_values)

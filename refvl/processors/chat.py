@@ -9,7 +9,6 @@ begin there as plain text. A prompt without special tokens needs no flags and is
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import PretrainedConfig
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image, load_video
 from refvl.pixels.patches import Levels, PatchConfig, Patches, levels_of_frames, levels_of_image, plan_grid
-from refvl.processors.messages import as_messages, map_texts, media_of, texts_of
+from refvl.processors.messages import as_messages, map_texts, media_of
 from refvl.processors.tokenizers import load_tokenizer
 
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an assigned meaning
@@ -106,17 +105,21 @@ class ChatProcessor:
         """Resize each media item and cut it into patch rows. Raises ValueError naming the item."""
         patches = []
         for number, medium in enumerate(media, 1):
-            with naming(medium, number):
+            try:
                 layout = self.layout_of(medium)
                 patches.append(Patches(medium, self.rows_of(medium), layout, self.extents_of(medium, layout)))
+            except ValueError as error:
+                raise named(error, medium, number) from error
         return patches
 
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
         """Return the `media_tokens` that `patchify` would report for each item, without processing pixels."""
         extents = []
         for number, medium in enumerate(media, 1):
-            with naming(medium, number):
+            try:
                 extents.append(self.extents_of(medium, self.layout_of(medium)))
+            except ValueError as error:
+                raise named(error, medium, number) from error
         return extents
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
@@ -197,7 +200,9 @@ class ChatProcessor:
         """
         if self.tokenizer is None:
             raise ValueError("prompt: a model built from a config alone has no tokenizer; load a checkpoint folder")
-        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
+        texts = list[str]()
+        map_texts(messages, texts.append)
+        written = "".join(texts)  # a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
             return self.apply_template(messages), ""
         flag = next(character for character in PRIVATE_USE if character not in written)
@@ -256,14 +261,10 @@ class ChatProcessor:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@contextmanager
-def naming(medium: Image.Image | Video, number: int) -> Iterator[None]:
-    """Let a ValueError in the `with` block begin with the item's file, or its number if there is none."""
-    try:
-        yield
-    except ValueError as error:
-        source = medium.source if isinstance(medium, Video) else medium.info.get("source")
-        raise ValueError(f"{source or f'item {number}'}: {error}") from error
+def named(error: ValueError, medium: Image.Image | Video, number: int) -> ValueError:
+    """Return the error with the item's file in front, or its number if there is none."""
+    source = medium.source if isinstance(medium, Video) else medium.info.get("source")
+    return ValueError(f"{source or f'item {number}'}: {error}")
 
 
 def expand_placeholders(

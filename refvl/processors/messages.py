@@ -46,13 +46,6 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
     ]
 
 
-def texts_of(messages: Sequence[dict]) -> list[str]:
-    """Return every string in checked messages that the caller wrote, including roles, in order."""
-    texts = list[str]()
-    map_texts(messages, texts.append)
-    return texts
-
-
 def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
     """Copy checked messages with `change` applied to every string that the caller wrote, including roles."""
 

@@ -88,8 +88,9 @@ def _encode_pieces(
     if embeds:
         with trace.stage("prune"):
             rows = torch.cat(embeds)
-            mask = medium.keep_mask(rows, request.pruning_rate, request.pruning).cpu()
-        trace.keep_masks[number] = mask
+            mask = medium.keep_mask(rows, request.pruning_rate, request.pruning)
+        assert mask is not None  # the item is a video, and the rate is above 0
+        trace.keep_masks[number] = mask = mask.cpu()
         del embeds
         yield rows, mask
 

@@ -79,8 +79,9 @@ def _items(
     if not given:
         return []
     merged = [model.processor.media_tokens(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
+    width: Any = "values"
     if embeds is None:
-        name, rows, width = pixels_name, pixel_values, "values"
+        name, rows = pixels_name, pixel_values
         counts = [model.encoder.item_size(layout)[0] for layout in layouts]
     else:
         name, rows, width = embeds_name, embeds, ("channels", model.language_model.row_width)

@@ -74,6 +74,7 @@ PICTURES = {name: Image.fromarray(noise(*sides)) for name, sides in SIDES.items(
 MOVING = noise(5, 40, 60)
 CLIPS = {"MOVING": MOVING, "LARGE": noise(2, 200, 200), "FILE": CLIP}
 SLICES = {"SMALL": None, "SQUARE": (2, 2), "WIDE": (3, 1), "STRIP": (2, 1)}  # of MiniCPM-V to 4.5: columns, rows
+FRAMES_OF_FILE = {"2.6": 6, "4.0": 6, "4.5": 16}  # of 5.28 seconds: one a second, or three
 CROPS = {"SMALL": (0, 0), "SQUARE": (4, 4), "WIDE": (2, 6), "STRIP": (1, 2)}  # of Step3: rows, columns
 REQUESTS = {  # what a user's turn holds, in order
     "text": ["Where is the circle?"],
@@ -263,7 +264,7 @@ def minicpmv_prompt(version: str, parts: list[str]) -> list[int]:
     for part in parts:
         columns, rows = SLICES.get(part) or (0, 0)
         if part in CLIPS:
-            pieces += [overview] * (6 if part == "FILE" else len(CLIPS[part]))
+            pieces += [overview] * (FRAMES_OF_FILE[version] if part == "FILE" else len(CLIPS[part]))
         elif part not in PICTURES:
             pieces.append(part)
         elif version in WITH_CLIPS:
