@@ -436,7 +436,7 @@ class Sliced(TinyFamily):
         """
         plan = plan_slices(pixels.shape[3], pixels.shape[2], config)
         images = [Image.fromarray(frame.numpy()) for frame in pixels.flatten(0, 1)]
-        rows = levels_of_slices(images, plan, config).normalize()
+        rows = levels_of_slices(images, config).normalize()
         if order is not None:
             parts = rows.unflatten(0, (len(pixels), len(plan.tgt_sizes), -1))  # all slices have the overview's size
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)

@@ -14,7 +14,7 @@ from html import unescape
 
 import pytest
 import torch
-from project.test_budgets import code_lines
+from project.test_lines import code_lines
 from random_models import NEEDS_5_23
 from shipped import VARIANTS, is_read_here
 
@@ -195,7 +195,7 @@ def test_a_tracer_that_was_there_is_put_back():
 
 @pytest.mark.parametrize("file", ["pipeline.py", "merge.py", "positions/mrope.py", "encoders/tower.py", "checks.py"])
 def test_code_lines_are_those_of_another_count(file):
-    """Oracle: the count of `test_budgets`."""
+    """Oracle: the count of `test_lines`."""
     source = Source(LIBRARY / file)
     assert len(source.code) == code_lines(LIBRARY / file)
 

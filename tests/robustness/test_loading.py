@@ -178,11 +178,9 @@ def test_arguments_that_nobody_reads(folder, arguments, message):
     refuses(folder, message, TypeError, **arguments)
 
 
-def test_dtype_by_its_other_name(folder):
-    for arguments in ({"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16", "torch_dtype": torch.bfloat16}):
-        vlm = load(folder, **arguments)
-        assert {vlm.encoder.dtype, vlm.language_model.dtype} == {torch.bfloat16}
-    refuses(folder, "torch_dtype: expected the same value as dtype, got 'float16' and 'float32'", dtype="float32", torch_dtype="float16")  # fmt: skip  # noqa: E501
+def test_dtype_by_name(folder):
+    vlm = load(folder, dtype="torch.bfloat16")
+    assert {vlm.encoder.dtype, vlm.language_model.dtype} == {torch.bfloat16}
     refuses(folder, "dtype: expected 'auto' or one of ['float32', 'bfloat16', 'float16'], got 'float'", dtype="float")
 
 
