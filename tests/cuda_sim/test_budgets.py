@@ -32,7 +32,7 @@ COPIES_OF_A_PLAN = {
 }  # fmt: skip
 KERNELS_AROUND_A_REPLAY = {  # two for each buffer, one for the clone; where the plan reads weights, the plan
     "Qwen2.5-VL": 14, "Qwen3-VL": 14, "GLM-4.1V": 14, "GLM-OCR": 8, "MiniCPM-V 2.6": 14, "MiniCPM-V 4.5": 17,
-    "MiniCPM-V 4.6": 9, "Step3-VL": 12, "Step3-VL-10B": 11,
+    "MiniCPM-V 4.6": 9, "Step3-VL": 13, "Step3-VL-10B": 11,
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-# A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Where a room is larger than
-# planned, it may not grow, and `GOALS` has the plan
+# A folder of refvl, or of the repository; a plain answer imports modules with lines in them. A room that is larger than
+# planned may not grow; `GOALS` has the plan
 BUDGETS = {
     "refvl/*.py": 1201, "refvl/pixels": 820, "refvl/processors": 850, "refvl/encoders": 2050, "refvl/positions": 620,
     "refvl/language": 600, "refvl/graphs": 700, "refvl/serving": 1120, "refvl/study": 1423, "refvl/tools": 750,
