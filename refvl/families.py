@@ -78,10 +78,10 @@ def _part(folder: str, name: str) -> Any:
     return getattr(import_module(f"refvl.{folder}.{file}"), class_name)
 
 
-def minicpmv_config(text_config: str, **values) -> PretrainedConfig:
+def minicpmv_config(text_class_name: str, /, **values) -> PretrainedConfig:
     """Read the flat config.json of MiniCPM-V, whose text model's config has this name."""
     minicpmv = import_module("refvl.language.minicpmv")
-    text_class = getattr(minicpmv, text_config, None) or getattr(transformers, text_config)
+    text_class = getattr(minicpmv, text_class_name, None) or getattr(transformers, text_class_name)
     return minicpmv.MiniCPMVConfig(text_class, **values)
 
 

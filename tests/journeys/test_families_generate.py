@@ -643,6 +643,7 @@ def test_layouts_of_step3_7_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("name", MINICPM)
+@torch.inference_mode()
 def test_logits_equal_the_oracle(name):
     """To the last digits, not only their order."""
     model, (_, logits) = random_model(name).language_model, text_oracle(name)

@@ -35,11 +35,8 @@ def test_import_refvl_takes_nothing_along(imported):
 
 
 def test_an_answer_imports_what_it_needs(imported):
-    """No package that draws, decodes videos or parses command lines; of transformers' models this family's.
-
-    And Llama's, of which Step3's text model takes parts.
-    """
+    """No package that draws, decodes videos or parses command lines; of transformers' models this family's."""
     assert {name.split(".")[0] for name in imported["chat"]} & NEVER == set()
     assert {name for name in imported["chat"] if name.startswith(OTHERS)} == set()
     code = {name for name in imported["chat"] if name.startswith("transformers.models.") and ".modeling_" in name}
-    assert {name.split(".")[2] for name in code} == {"auto", "llama", "qwen2_5_vl"}
+    assert {name.split(".")[2] for name in code} == {"auto", "qwen2_5_vl"}
