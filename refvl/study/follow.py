@@ -2,7 +2,7 @@
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
-    print(journey)     # every function in call order, with executed lines marked
+    print(journey)     # every function in call order, with executed lines marked and checks folded
 
 follow    a request -> `Journey`: its functions by stage, its numbers, and the `Trace` of the same request
 record    a call -> the functions of a folder that the call enters, and the lines that it executes
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import unwrap
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ class Numbers(NamedTuple):
     file_changes: int  # changes of file along the functions, in the order of first entry
     files: int
     lines: int  # the code lines of the functions entered
+    check_lines: int  # the lines in those functions that only check arguments
     whole_files: int  # the code lines of all files that contain these functions
 
 
@@ -78,11 +79,6 @@ class Function:
         """All lines of the function, including decorators."""
         node = self.source.functions.get(self.first)
         return range(self.first, ((node and node.end_lineno) or self.first) + 1)
-
-    @property
-    def shown(self) -> list[int]:
-        """The lines of the function, without its docstring."""
-        return [line for line in self.lines if line not in self.source.docstrings]
 
     @property
     def docstring(self) -> str:
@@ -113,13 +109,13 @@ class Journey:
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
     def __str__(self) -> str:
-        """Return every function in call order; "|" marks executed lines."""
+        """Return every function in call order; "|" marks executed lines, and lines that only check are folded."""
         n = self.numbers
         made = shapes(self)
         text = [
             f"{self.question} -> {self.trace.text}",
-            f"{n.functions} functions in {n.files} files, {n.file_changes} file changes; {n.lines} lines; "
-            f"the files have {n.whole_files}. | marks lines that ran.",
+            f"{n.functions} functions in {n.files} files, {n.file_changes} file changes; {n.lines} lines, of which "
+            f"{n.check_lines} check; the files have {n.whole_files}. | marks lines that ran.",
         ]
         number = 0
         for stage, functions in self.stages:
@@ -128,7 +124,7 @@ class Journey:
                 number += 1
                 text += ["", f"{number}. {function.file}:{function.first} {function.name}{self._called(function)}"]
                 text += [f"{'':8}{line}" for line in function.docstring.splitlines()[:1]]
-                text += [_row(function, line) for line in function.shown]
+                text += [_row(function, *piece) for piece in pieces(function)]
         return "\n".join(text)
 
     def _called(self, function: Function) -> str:
@@ -240,13 +236,15 @@ def record(call: Callable[[], Any], folder: Path = LIBRARY, text: Any = None) ->
 def measure(functions: Sequence[Function]) -> Numbers:
     """Return the size of a call's code path: see `Numbers`."""
     files = dict.fromkeys(function.path for function in functions)
-    lines = whole = 0
+    lines = checks = whole = 0
     for path in files:
         parsed = source_of(path)
-        lines += len(set[int]().union(*(parsed.code_of(f.first) for f in functions if f.path == path)))
+        code = set[int]().union(*(parsed.code_of(f.first) for f in functions if f.path == path))
+        lines += len(code)
+        checks += len(code & parsed.checks)
         whole += len(parsed.code)
     changes = sum(one.file != other.file for one, other in pairwise(functions))
-    return Numbers(len(functions), changes, len(files), lines, whole)
+    return Numbers(len(functions), changes, len(files), lines, checks, whole)
 
 
 def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:
@@ -274,5 +272,34 @@ def shapes(journey: Journey) -> dict[str, str]:
     return {stage: text for stage, text, _ in journey.trace.rows()}
 
 
-def _row(function: Function, number: int) -> str:
+def _row(function: Function, checks: bool, lines: range) -> str:
+    if checks:
+        return f"{'':8}... {count_checks(function, lines)}"
+    [number] = lines
     return f"{number:5} {'|' if number in function.ran else ' '} {function.source.lines[number]}".rstrip()
+
+
+def count_checks(function: Function, lines: range) -> str:
+    """Return text such as "6 lines check"."""
+    count = len(function.source.code.intersection(lines))
+    return "1 line checks" if count == 1 else f"{count} lines check"
+
+
+def pieces(function: Function) -> list[tuple[bool, range]]:
+    """Split a function, without its docstring, into parts in order: (False, one line) or (True, lines that only check).
+
+    Comments and blank lines between two lines that only check belong to the same part.
+    """
+    parsed = function.source
+    shown = [line for line in function.lines if line not in parsed.docstrings]
+    found: list[tuple[bool, range]] = []
+    for i, line in enumerate(shown):
+        if found and line in found[-1][1]:
+            continue
+        if line in parsed.checks:
+            between = takewhile(lambda n: n in parsed.checks or n not in parsed.code, shown[i:])
+            last = max(n for n in between if n in parsed.checks)
+            found.append((True, range(line, last + 1)))
+        else:
+            found.append((False, range(line, line + 1)))
+    return found

@@ -1,14 +1,16 @@
-"""A parsed file of the library: its code lines, its functions, and its statements.
+"""A parsed file of the library: its code lines, the lines that only check, its functions, and its statements.
 
 Code lines exclude blank lines, comments and docstrings. All line numbers start at 1.
 """
 
 import ast
 import io
+import re
 import tokenize
 from functools import cache
 from pathlib import Path
 
+_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # functions with these names only check
 _NO_CODE = {  # kinds of tokens that are not code
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -18,7 +20,9 @@ class Source:
     """A parsed file of the library. All line numbers start at 1.
 
     lines: the text of each line. code: the line numbers of all code, without blank lines, comments and docstrings.
-    docstrings: the line numbers of all docstrings. functions: by their first line, including decorators.
+    checks: the code lines that only check: a `raise`, a condition that ends in one, an `except`, a call or a definition
+    of a check function, and everything in checks.py. docstrings: the line numbers of all docstrings. functions: by
+    their first line, including decorators.
     """
 
     def __init__(self, path: Path):
@@ -27,6 +31,7 @@ class Source:
         self.lines = ["", *text.splitlines()]
         self.docstrings = {line for node in ast.walk(tree) for line in _docstring(node)}
         self.code = _tokens(text) - self.docstrings
+        self.checks = self.code & (self.code if path.name.endswith("checks.py") else _checks(tree))
         self.functions = {_first(node): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         self._statements = _statements(tree)
 
@@ -64,6 +69,23 @@ def _tokens(text: str) -> set[int]:
     """Return the lines that contain more than a comment."""
     kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
     return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
+
+
+def _checks(tree: ast.Module) -> set[int]:
+    """Return the lines that only check."""
+    found = set[int]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise() | ast.ExceptHandler():
+                found.update(_span(node))
+            case ast.If(body=[*_, ast.Raise() as last]):
+                found.update(range(node.lineno, _span(last).stop))
+            case ast.FunctionDef(name=name) if _CHECK.match(name):
+                found.update(_span(node))
+            case ast.Expr(value=ast.Call(func=function)) | ast.Assign(value=ast.Call(func=function)):
+                if _CHECK.match(getattr(function, "id", getattr(function, "attr", ""))):
+                    found.update(_span(node))
+    return found
 
 
 def _statements(tree: ast.Module) -> list[range]:

@@ -147,8 +147,8 @@ def trace(
 ):  # fmt: skip
     """Answer a question, and print the shapes and the time of every stage.
 
-    With --source, first print the code that ran: every function in call order, with executed lines marked.
-    With --page FILE.html, write the code as a page, with the results of each stage.
+    With --source, first print the code that ran: every function in call order, with executed lines marked and checks
+    folded. With --page FILE.html, write the code as a page, with the results of each stage.
     """
     if with_ and (pruning_rate or adapter):
         raise ValueError(f"with: {with_.value} prunes nothing and gets no adapter; remove --pruning-rate and --adapter")

@@ -1,4 +1,4 @@
-// Arrow keys from stage to stage, and the bar that says where one is.
+// Arrow keys from stage to stage, the bar that says where one is, and a button that unfolds all checks.
 const stages = [...document.querySelectorAll("main > section")];
 const links = [...document.querySelectorAll(".steps a")];
 let here = -1;
@@ -24,6 +24,14 @@ addEventListener("keydown", event => {
   event.preventDefault();
   next.scrollIntoView();
   next.querySelector("h2").focus({ preventScroll: true });
+});
+
+const button = document.getElementById("unfold"), folds = [...document.querySelectorAll("details.fold")];
+button.hidden = false;
+button.addEventListener("click", () => {
+  const open = button.getAttribute("aria-pressed") !== "true";
+  button.setAttribute("aria-pressed", open);
+  folds.forEach(fold => { fold.open = open; });
 });
 
 function reach() {  // what scrolls by itself can be reached by Tab

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from refvl.paths import DATA
-from refvl.study.follow import SENTENCES, Function, Journey, shapes
+from refvl.study.follow import SENTENCES, Function, Journey, count_checks, pieces, shapes
 from refvl.viz.stage_values import first_picture, values
 from refvl.viz.style import filled, variables
 
@@ -29,7 +29,7 @@ TITLE = "One image, line by line"
 FILES = Path(__file__)  # with .html, .css and .js beside it
 SAID = (  # the labels of `Numbers`
     "functions entered", "jumps to a different file", "files", "lines of code in these functions",
-    "lines of code in these files",
+    "of these, lines that only check something", "lines of code in these files",
 )  # fmt: skip
 
 
@@ -185,9 +185,10 @@ def _section(place: int, stage: str, aside: str, articles: Sequence[str]) -> str
 def _article(journey: Journey, function: Function, number: int, files: str) -> str:
     """Return a function: its location, its first caller, its docstring, and its lines."""
     rows, ran = list[str](), True
-    for line in function.shown:
-        stops = line in function.source.code and line not in function.ran
-        rows.append(_line(function, line, _calls(journey, function, line), stops and ran))
+    for checks, lines in pieces(function):
+        stops = not (checks or lines[0] in function.ran or lines[0] not in function.source.code)
+        links = _calls(journey, function, lines)
+        rows.append(_fold(function, lines, links) if checks else _line(function, lines[0], links, stops and ran))
         ran = not stops
     name = re.sub(r"([._])", r"\1<wbr>", html.escape(function.name))
     return (
@@ -220,6 +221,15 @@ def _said(docstring: str) -> str:
     return f'<div class="said"><p>{first}</p>{more}</div>'
 
 
+def _fold(function: Function, lines: range, links: str) -> str:
+    """Return lines that only check, folded, with the functions that they enter."""
+    indent = f'style="--i:{_indent(function, lines[0])}"'
+    shown = [_line(function, line, "", False) for line in lines if line not in function.source.docstrings]
+    below = f'<p class="calls" {indent}>{links}</p>' if links else ""
+    summary = f"<summary {indent}>{count_checks(function, lines)}</summary>"
+    return f'<details class="fold">{summary}{"".join(shown)}</details>{below}'
+
+
 def _line(function: Function, line: int, links: str, stops: bool) -> str:
     """Return a line of code, without its function's margin. stops: whether it starts lines that did not run."""
     code = coloured(function.path)[line][_margin(function, function.first) :]
@@ -239,12 +249,12 @@ def _margin(function: Function, line: int) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _calls(journey: Journey, function: Function, line: int) -> str:
-    """Return links to the functions that are first entered from this line."""
+def _calls(journey: Journey, function: Function, lines: range) -> str:
+    """Return links to the functions that are first entered from these lines."""
     return "".join(
         f' <a class="call" href="#f{i}">{i} {html.escape(other.name.rpartition(".")[2])}</a>'
         for i, other in enumerate(journey.functions, 1)
-        if other.caller == (function.file, line)
+        if other.caller and other.caller[0] == function.file and other.caller[1] in lines
     )
 
 

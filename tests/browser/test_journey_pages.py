@@ -40,6 +40,14 @@ def test_arrow_keys_go_from_stage_to_stage(opened):
     page.wait_for_function("name => document.activeElement.id === name", arg=f"stage-{place - 1}-name")
 
 
+def test_checks_unfold_together(opened):
+    page = opened[0]
+    page.locator("#unfold").click()
+    assert page.evaluate("[...document.querySelectorAll('details.fold')].every(fold => fold.open)")
+    page.locator("#unfold").click()
+    assert page.evaluate("[...document.querySelectorAll('details.fold')].every(fold => !fold.open)")
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_has_contrast_in_both_themes(opened, theme):
     """At least 4.5 with the page, by the formula of WCAG 2, of every text outside of pictures."""

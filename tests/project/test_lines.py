@@ -21,8 +21,8 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 # planned may not grow; `GOALS` has the plan
 BUDGETS = {
     "refvl/*.py": 1201, "refvl/pixels": 820, "refvl/processors": 850, "refvl/encoders": 2050, "refvl/positions": 620,
-    "refvl/language": 600, "refvl/graphs": 700, "refvl/serving": 1120, "refvl/study": 1423, "refvl/tools": 750,
-    "refvl without viz": 10_090, "refvl/viz": 4151, "tests": 17_410, "benchmarks": 1100, "data": 2600,
+    "refvl/language": 600, "refvl/graphs": 700, "refvl/serving": 1120, "refvl/study": 1460, "refvl/tools": 750,
+    "refvl without viz": 10_120, "refvl/viz": 4158, "tests": 17_420, "benchmarks": 1100, "data": 2600,
     "notebooks": 1600, "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.7, "characters a line, tests": 53.8,
 }  # fmt: skip
