@@ -144,11 +144,6 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
     return folder
 
 
-def glm_transformers_model(folder: Path, dtype: torch.dtype = torch.float32):
-    """The oracle: the same folder, loaded by transformers."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
-
-
 QWEN3_TEXT = {  # what the text models of each model_type have besides the tiny Qwen3-VL's sizes
     "qwen3_vl": {},
     "qwen3_vl_moe": {

@@ -80,9 +80,3 @@ def assert_differ(actual: Tensor, expected: Tensor, steps: int | nn.Module, what
     """Rounding does not explain the difference, nor would ten times as much of it; `what` is named if it does."""
     difference, rounding = largest_difference(actual, expected), tolerance(actual, expected, steps)
     assert difference > 10 * rounding, f"{what} differ by {difference:.3g}, where rounding explains {rounding:.3g}"
-
-
-def assert_as_exact_as(actual: Tensor, reference: Tensor, exact: Tensor) -> None:
-    """Two ways of rounding: `actual` lies no farther from `exact`, in the norm, than 1.25 times `reference` does."""
-    error, allowed = ((x.double() - exact.double()).norm() for x in (actual, reference))
-    assert error <= 1.25 * allowed, f"{error / allowed:.3g} times as far from the exact values as the reference"

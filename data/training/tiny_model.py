@@ -27,8 +27,6 @@ from data.training.tiny_family import TinyFamily
 from refvl import VLM
 from refvl.positions import MediaSpan, compute_retention_mask
 
-IGNORE = -100
-
 
 class TinyModel(nn.Module):
     """refvl's tower, transformers' text model, and the output head."""

@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache
 
 from refvl.checks import check_positive_int
 from refvl.language.model import CausalTextModel
-from refvl.merge import MediaTokens, find_media_spans
+from refvl.merge import MediaTokens, find_media_spans, media_places
 from refvl.pipeline import Request
 from refvl.positions import restrict_positions
 from refvl.serving.options import copies_wanted
@@ -106,7 +106,7 @@ def prefill_in_chunks(
     """
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
-    places = torch.cat([torch.arange(0), *(torch.arange(s.offset, s.offset + s.num_tokens) for s in trace.spans)])
+    places = media_places(trace.spans)
     rows, keep = list[Tensor](), list[Tensor]()  # of pieces that were begun
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)

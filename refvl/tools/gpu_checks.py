@@ -334,10 +334,6 @@ def _error(out_MD: Tensor, wanted: Tensor) -> float:
     return float((out - want).abs().max() / want.abs().max())
 
 
-def _others(a: Tensor, b: Tensor) -> float:
-    return float((a != b).sum())
-
-
 def _differing(ids: list[int], wanted: list[int]) -> float:
     return sum(a != b for a, b in zip(ids, wanted, strict=False)) + abs(len(ids) - len(wanted))
 

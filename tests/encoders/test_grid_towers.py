@@ -28,10 +28,7 @@ ARRAYS = np.load(FOLDER / "vit_rope_metadata.npz")
 RELEASES = {"qwen2_5_vl": "Qwen2.5-VL-7B-Instruct", "glm4v": "GLM-4.1V-9B-Thinking", "glm_ocr": "GLM-OCR"}
 STD = {"qwen2_5_vl": 0.08, "glm4v": 0.12, "glm_ocr": 0.12}  # of the weights
 GRIDS = [(1, 8, 12), (3, 6, 10), (1, 4, 4), (2, 16, 8)]  # images and videos
-# the position table's own size, one merged token, whole windows, ragged ones, equal images, portrait and landscape
-MORE_GRIDS = [(1, 6, 6), (1, 2, 2), (1, 8, 16), (1, 14, 16), (1, 6, 8), (1, 6, 8), (1, 14, 6), (1, 30, 2), (1, 2, 26)]
 each_family = pytest.mark.parametrize("family", RELEASES)
-two_families = pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
 
 
 def tiny(family):
