@@ -1,55 +1,26 @@
-"""What every explorer of the gallery has to show in a state, computed again by refvl's functions without its table."""
+"""The rows of the explorers, computed again without their tables."""
 
 import itertools
-import json
 import math
 from copy import copy
 from dataclasses import replace
 from functools import cache as kept
 
 import numpy as np
-import pytest
 import torch
-from PIL import Image
 
-from benchmarks.families import blank_clip, count_positions, load_released
 from refvl.encoders import Qwen2_5_VisionTransformer
-from refvl.encoders.resampler import attention_weights
-from refvl.graphs import generate_budgets, padding_waste, plan_batches
-from refvl.paths import DATA
-from refvl.pixels.crops import plan_crops
-from refvl.pixels.media import load_image
-from refvl.pixels.patches import plan_grid
-from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import (
-    canvas_positions,
     compute_retention_mask,
-    get_mrope_input_positions,
     get_window_index,
-    merge_block_coordinates,
     restrict_positions,
 )
-from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.study.costs import encoder_activation_bytes, encoder_operations, kv_cache_bytes_per_token, plan_media
+from refvl.study.costs import encoder_operations
 from refvl.study.stale import replay_stale
 from refvl.study.watch import probabilities
-from refvl.viz.explorers.gallery import SIZES
+from refvl.viz.explorers.gallery import GALLERY, SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
-from refvl.viz.explorers.rules import MARKS, RULES, prompt_of
-from refvl.viz.explorers.slices import fit
-from refvl.viz.patches import with_token_budget
-
-
-def windows(explorer, state: tuple) -> dict:
-    name, budget, size = state
-    picture = load_image(explorer.images[name])
-    grid = plan_grid(picture.height, picture.width, with_token_budget(explorer.config, budget))
-    index, lengths = get_window_index([grid], window_size=size)
-    return {
-        "photo": list(explorer.images).index(name), "grid": grid[1:], "patches": merge_block_coordinates([grid]),
-        "window_index": index, "cu_window_seqlens": lengths,
-    }  # fmt: skip
 
 
 def graph(explorer, state: tuple) -> dict:
@@ -82,80 +53,6 @@ def graph(explorer, state: tuple) -> dict:
 def level(value: float) -> int:
     """1 to 255, truncated."""
     return int(min(255, max(1, value)))
-
-
-def packing(explorer, state: tuple) -> dict:
-    name, graphs, arrived, policy = state
-    tokens, budgets = explorer.arrivals[name][:arrived], generate_budgets(64, 512)
-    alike = [plan_batches(tokens, budgets[-graphs:], max_items=8, policy=p) for p in ("greedy", "optimal")]
-    assert (policy == "either") == (alike[0] == alike[1])
-    used = "greedy" if policy == "either" else policy
-    plans = {n: plan_batches(tokens, budgets[-n:], max_items=8, policy=used) for n in (1, 2, 3, 4)}
-    return {
-        "tokens": tokens, "budgets": budgets[-graphs:],
-        "replays": [
-            {"items": b.indices, "tokens": sum(tokens[i] for i in b.indices), "budget": b.budget or 0}
-            for b in plans[graphs]
-        ],
-        "wastes": [round(padding_waste(batches, tokens), 4) for batches in plans.values()],
-    }  # fmt: skip
-
-
-def slices(explorer, state: tuple) -> dict:
-    """Both plans, and the small model once more: its queries by a processor that cuts as the released one does."""
-    (a, b), side = map(int, state[0].split(" : ")), state[1]
-    width, height = side * a // max(a, b), side * b // max(a, b)
-    cut, crops, model = plan_slices(width, height, SliceConfig()), plan_crops(width, height), explorer.model
-    columns, rows = cut.grid or (0, 0)
-    scale = 448 // model.processor.image_config.scale_resolution
-    photo = fit(explorer.image, (width, height)).resize((width // scale, height // scale), Image.Resampling.BICUBIC)
-    own = model.processor.image_config
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.processor, "image_config", replace(own, max_slice_nums=9))
-        run = model.trace(explorer.question, images=[photo], max_new_tokens=1)
-    assert len(run.layouts[0]) == 1 + columns * rows  # cut alike
-    with torch.inference_mode():
-        plan = model.encoder.plan(run.layouts)
-        seen = model.encoder.vpm.encode(run.patches[0].pixel_values, plan.vision)
-        weights = [w.mean(0) for w in attention_weights(model.encoder.resampler, seen, plan.resampler)]
-    heat = [w.view(len(w), *group.slices[0]).numpy() for w, group in zip(weights, run.layouts[0], strict=True)]
-    in_steps = [np.round(255 * np.stack(part) / np.stack(part).max()) for part in (heat[:1], heat[1:]) if part]
-    return {
-        "size": (width, height),
-        "slices": {
-            "grid": (columns, rows), "cell": cut.cell or (0, 0), "overview": cut.overview,
-            "tokens": 64 * len(heat), "of_slice": 64,
-        },
-        "crops": {
-            "canvas": crops.canvas, "window": crops.window, "grid": crops.layout,
-            "tokens": 81 * crops.layout.crops + 169, "of_crop": 81, "of_overview": 169,
-            "marks": 2 * (crops.layout.crops + 1) + crops.layout.newlines,
-        },
-        "overview_heat": in_steps[0].astype(int), "slice_heat": in_steps[1].astype(int) if columns else None,
-        "answer": model.chat(explorer.question, images=[photo], max_new_tokens=16),
-    }  # fmt: skip
-
-
-released = kept(load_released)
-
-
-def families(explorer, state: tuple) -> dict:
-    """The released models at their true sizes; the arithmetic as it was counted (`tests/tools/test_arithmetic.py`)."""
-    kind, shown = state
-    size, counted, costs = int(shown.split()[0]), json.loads((DATA / "measurements/families.json").read_text()), {}
-    for entry in counted["rows"]:
-        if (entry["kind"], entry["size"]) != (kind, size):
-            continue
-        model = released(entry["family"])
-        medium = Image.new("L", (size, size)) if kind == "image" else blank_clip(model, size, 640, 360)
-        plan = plan_media(model, medium)
-        cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, torch.bfloat16)
-        costs[entry["family"]] = {
-            "patches": plan.patches, "tokens": plan.tokens, "positions": count_positions(model, medium),
-            "cache": cache, "bytes": cache + encoder_activation_bytes(model.encoder, plan.patches),
-            "seconds": (entry["tower"] + entry["prefill"]) / 989e12,
-        }  # fmt: skip
-    return {"size": size, "families": costs}
 
 
 def walk(prompt, rule: str) -> np.ndarray:
@@ -210,34 +107,6 @@ def positions(explorer, state: tuple) -> dict:
         "kinds": kinds, "places": places, "extents": extents,
         "other": None if none else other, "other_delta": None if none else int(other.max()) + 1 - N,
     }  # fmt: skip
-
-
-def rules(explorer, state: tuple) -> dict:
-    """Each family's prompt, read by the rule that `refvl.positions` has for it."""
-    cut, frames, pruned = state
-    plan = plan_slices(768, 512, SliceConfig(scale_resolution=168, patch_size=14, multiple=4, max_slice_nums=cut))
-    grid = plan.grid or (0, 0)
-    sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
-    half = explorer.kept(frames, 0.5)
-    assert int(half.sum()) == 3 * frames and bool(half[:6].all())  # the first frame is never pruned
-    video = half if pruned == "half" else half | True
-    kept = torch.cat([torch.ones(sum(h * w for h, w in sizes), dtype=torch.bool), video])
-    found = []
-    for name in RULES:
-        prompt = prompt_of(name, sizes, grid[0], frames)
-        is_media = torch.zeros(len(prompt.ids), dtype=torch.bool)
-        for span in prompt.spans:
-            is_media[span.offset :][: span.num_tokens] = True
-        if name == "like plain text":
-            stays = is_media.clone().masked_scatter(is_media, kept) | ~is_media
-            positions = (stays.cumsum(0) - 1).expand(3, -1)
-        elif name == "MiniCPM-V 4.7":
-            positions = canvas_positions(torch.tensor(prompt.ids), prompt.spans, MARKS)
-        else:
-            positions, _ = get_mrope_input_positions(len(prompt.ids), prompt.spans)
-        media = positions[:, is_media].where(kept, torch.tensor(-1))
-        found.append({"positions": media, "text": positions[:, ~is_media], "end": positions[:, -1].max() + 1})
-    return {"sizes": sizes, "grid": grid, "frame": (2, 3), "kept": kept, "rules": found}
 
 
 def mrope(explorer, state: tuple) -> dict:
@@ -355,14 +224,6 @@ def evs(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
-def timeline(explorer, state: tuple) -> dict:
-    fps, duration = state
-    video = {"fps": fps, "total_num_frames": max(1, round(duration * fps)), "duration": duration}
-    samples = [sample_video_frames(variant, **video) for variant in ("glm4v", "glm46v", "glmga")]
-    sampled = [{"indices": sample.indices, "timestamps": sample.timestamps} for sample in samples]
-    return {"frames": video["total_num_frames"], "sampled": sampled}
-
-
 def launches(explorer, state: tuple) -> dict:
     """The slower of host and device decides when each of equal operations ends; the other adds one of its steps."""
     launch, operation = state
@@ -437,8 +298,13 @@ def deepstack(explorer, state: tuple) -> dict:
     return {"question": number, "kept": list(kept), "answer": run.text, "chances": chances(explorer, words, said)}
 
 
-EVERY = (
-    windows, positions, rules, mrope, graph, packing, slices, families,
-    attention, tower, evs, timeline, launches, assignment, costs, deepstack,
+def own_row(explorer, state: tuple) -> dict:
+    """The explorer's row, where each entry is one call of refvl: an oracle would repeat it."""
+    return explorer.row(explorer.states.index(state))
+
+
+INDEPENDENT = (
+    positions, mrope, graph, attention, tower, evs, launches, assignment, costs, deepstack,
 )  # fmt: skip
-ORACLES = {oracle.__name__: oracle for oracle in EVERY}
+ORACLES = dict.fromkeys(GALLERY, own_row)
+ORACLES |= {oracle.__name__: oracle for oracle in INDEPENDENT}

@@ -111,12 +111,9 @@ def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
 
 
 def test_installed_package_finds_every_shipped_model(scripts, tmp_path):
-    """`load` accepts each name offline, from an empty folder; `trace` prints the stages of an answer."""
+    """`load` accepts each name offline, from an empty folder."""
     names = sorted(path.name for path in CHECKPOINT.parent.glob("tiny-*"))
     code = "import sys, refvl\nfor name in sys.argv[1:]: print(refvl.load(name).chat('Hi', max_new_tokens=1))"
     loaded = run([scripts / "python", "-c", code, *names], tmp_path)
-    assert loaded.returncode == 0 and len(loaded.stdout.splitlines()) == len(names) >= 6, loaded.stderr
-    traced = run(
-        [scripts / "refvl", "trace", "tiny-qwen2_5_vl", "What color is the circle?", "--image", SCENE], tmp_path
-    )
-    assert traced.returncode == 0 and "prefill" in traced.stdout and "answer: red" in traced.stdout, traced.stderr
+    assert loaded.returncode == 0, loaded.stderr
+    assert len(loaded.stdout.splitlines()) == len(names) >= 6

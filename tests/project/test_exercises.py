@@ -37,69 +37,46 @@ UNASKED = {"times_as_fast"}  # repairs that no model runs with
 MISTAKES = {
     "count_tokens": [
         ("round(height / 28), round(width / 28)", "height // 28, width // 28", r"427 x 640 .* be 345, got 330"),
-        ("round(height / 28), round(width", "math.ceil(height / 28), math.ceil(width", r"427 x 640 .* be 345, got 368"),
         ("/ 28", "/ 14", r"tokens of 56 x 56 .* should be 4, got 16"),
-        ("rows * columns * 28**2 > limits.max_pixels", "False", r"tokens of .* pixels .* should be \d+, got \d+"),
     ],
     "merge_embeddings": [
         ("span.offset : span.offset", "span.offset + 1 : 1 + span.offset", r"one image: element \[2, 0\] should be"),
         ("span.offset : span.offset", "spans[0].offset : spans[0].offset", r"two images: element \[1, 0\] should be"),
-        (
-            "merged[span.offset : span.offset + span.num_tokens] = embeds",
-            "merged = torch.cat([merged[: span.offset], embeds, merged[span.offset :]])",
-            r"one image: expected shape \(10, 2\), got \(14, 2\)",
-        ),
     ],
     "window_index": [
         ("torch.cat(windows)", "tokens.flatten()", r"h=2, w=4, side=2: element \[2\] should be 4, got 2"),
         ("torch.cat(windows)", "windows", "expected a tensor, got list"),
-        ("range(0, w, side)", "range(0, w - side + 1, side)", r"h=2, w=6, side=4: expected shape \(12,\), got \(8,\)"),
-        ("tokens[top : top + side, left : left + side]", "tokens.T[top : top + side, left : left + side]", "side=2"),
     ],
     "patch_rows": [
-        ("3, 6, 4, 7, 2, 1, 5, 8", "3, 4, 6, 7, 2, 1, 5, 8", r"one row of blocks: element \[2, 0\] should be"),
         ("3, 6, 4, 7, 2, 1, 5, 8", "3, 6, 4, 7, 1, 5, 8, 2", r"one block: element \[0, 1\] should be"),
         ("3, 6, 4, 7, 2, 1, 5, 8", "3, 6, 4, 7, 1, 2, 5, 8", r"one block: element \[0, 196\] should be"),
     ],
     "mrope_positions": [
-        ("= int(torch.stack(columns).max()) + 1", "+= span.w", r"a tall image: .* element \[0, 10\] should be 6"),
-        ("= int(torch.stack(columns).max()) + 1", "+= max(span.h, span.w)", "a long video: positions"),
         ("= int(torch.stack(columns).max()) + 1", "+= span.num_tokens", "a wide image: positions"),
         ("+ 1 - num_tokens", "- num_tokens", "text alone: delta.*, got -1"),
     ],
     "grid_positions": [
         ("* t_factor)", "* int(t_factor))", r"t_factor=1.4: element \[0, 6\] should be 4, got 3"),
-        ("t_factor).long()", "t_factor).round().long()", r"t_factor=1.4: element \[0, 4\] should be 2, got 3"),
         (".flatten(1)", ".transpose(2, 3).flatten(1)", r"h=2, w=3.*: element \[1, 1\] should be 0, got 1"),
     ],
     "retention_mask": [
         ("1 - (frames[1:]", "(frames[1:]", "everything changes: element"),
-        ("max(h * w, int(t * h * w * (1 - q)))", "int(t * h * w * (1 - q))", "the first frame is always kept: element"),
         ("-score[i].item()", "(-score[i].item(), -i)", r"nothing changes.*: element \[6\] should be True, got False"),
     ],
     "restrict_positions": [
-        ("positions[:, keep]", "torch.arange(int(keep.sum())).expand(3, -1)", "nothing pruned: positions: element"),
         ("- int(keep.sum())", "- positions.shape[1]", "some tokens pruned: delta: should be"),
         ("+ 1 - int(keep.sum())", "- int(keep.sum())", "nothing pruned: delta: should be"),
     ],
     "replay": [
         ("in operations:", "in operations[:1]:", "two operations: element"),
         ("in operations:", "in operations[::-1]:", "two operations: element"),
-        ("in zip(operation.outputs, made", "in zip(operation.outputs[:1], made[:1]", "two results: element"),
-        ("kept.copy_(new)", "pass", r"operations: .*element \[0\] should be 11.0, got 7.0"),
-        ("buffer.copy_(x)", "pass", r"element \[0\].* should be 11.0, got 7.0"),
-        ("output.clone()", "output", r"element \[0\].* should be 11.0, got 1.0"),
-        ("return results", "return [output.clone() for _ in results]", r"element \[0\].* should be 11.0, got 1.0"),
     ],
     "run_batches": [
-        ("torch.cat([rows, padding])", "rows", "rows for the graph of 8: should be 8, got 5"),
-        ("[found[i] for i in range(len(items))]", "list(found.values())", r"smallest first: element \[0\]: expected"),
         (".clone()", "", r"smallest first: element \[1\]"),
         ("[len(items[i]) for", "[len(items[0]) for", "my_run raised RuntimeError: "),
     ],
     "read_table": [
         ("blocks.flatten()", "places.flatten()", r"a table's own size: .* element \[2, 0\] should be"),
-        ("((torch.arange(w) + 0.5) / w * side).long()", "torch.arange(w).clamp(max=side - 1)", r"element \[\d+, \d+\]"),
         ("rows[:, None] * side + columns", "rows[:, None] + side * columns", r"element \[\d+, \d+\] should be"),
     ],
     "frame_sample": [
@@ -109,37 +86,26 @@ MISTAKES = {
     "slice_grid": [
         ("math.ceil", "math.floor", r"should be \(\d, \d\), got"),
         ("range(1, number + 1)", "[1]", r"should be \(\d, \d\), got \(1, "),
-        ("math.log(width / height)", "math.log(height / width)", r"should be \(\d, \d\), got"),
     ],
     "read_sets": [
         (" / q.shape[-1] ** 0.5", "", r"one slice, .*: element \[0, 0, 0\] should be"),
         ("zip(k.split(patches_per_set), v.split(patches_per_set), strict=True)", "[(k, v)]", "two slices, .*expected"),
-        (
-            "zip(k.split(patches_per_set), v.split(patches_per_set), strict=True)",
-            "[(k, v)] * len(patches_per_set)",
-            r"two slices, .*: element \[0, 0, 0\] should be",
-        ),
     ],
     "slice_boxes": [
         ("left + width, top + height", "width, height", r"\[1\]: should be \(4, 0, 8, 3\), got \(4, 0, 4, 3\)"),
         ("in range(rows)", "in reversed(range(rows))", r"columns=2, rows=2.*element \[0\]: should be \(0, 0, 4, 3\)"),
     ],
     "crop_layout": [
-        ("> 0.2", "> 0.5", r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
         ("> 0.2", "> 0", r"should be CropLayout\(.*\), got"),
-        ("if long / short > 1.5 else 0", "if False else 0", r"500 x 300 px .*rows=1, columns=2\), got"),
-        ("long > 3024", "long > 10_000", r"4000 x 3000 px .*rows=5, columns=6\), got"),
         ("short < 32", "False", r"31 x 200 px .*rows=0, columns=0\), got"),
     ],
     "join_order": [
         ("torch.tensor(order)", "torch.tensor(order).argsort()", r"counts=\[.* element \[\d+\] should be"),
         ("in counts:", "in [sum(counts) // len(counts)] * len(counts):", r"counts=\[1, 2\].*(element|expected shape)"),
-        ("order, crop, overview = [], 0, sum", "order, overview, crop = [], 0, sum", r"element \[0\] should be 0, got"),
     ],
     "load_balance": [
         ("-sizes[i]", "sizes[i]", r"num_gpus=2: order: element \[0\]: should be 0, got"),
         ("(load + sizes[i], rank)", "(load + 1, rank)", r"num_gpus=2: order: element \[1\]: should be 2, got"),
-        ("return order, [len(own) for own in items], ", "return order or ", r"expected \(order, .*\), got list"),
     ],
     "restore_order": [
         ("rows[:used]", "rows[-used:]", "on 2 ranks: element"),
@@ -148,16 +114,13 @@ MISTAKES = {
     "cache_bytes": [
         ("num_key_value_heads", "num_attention_heads", "should be 57344, got 401408"),
         ("num_key_value_heads * head_dim", "hidden_size", "should be 57344, got 401408"),
-        ("keys_and_values = 2", "keys_and_values = 1", "num_hidden_layers=28, .*16: should be 57344, got 28672"),
     ],
     "rgb_frame": [
-        ("return frame[..., ::-1].copy()", "frame[:] = frame[..., ::-1].copy(); return frame", "was changed in place"),
         ("[..., ::-1]", "[::-1]", r"element \[0, 0, 0\] should be"),
         ("[..., ::-1]", "[..., [1, 0, 2]]", r"a pixel: element \[0, 0, 0\] should be"),
     ],
     "exponent": [
         ("[-4:]", "", r"linear behind a fixed cost: should be 0.6\d+, got 0.5"),
-        ("[-4:]", "[:4]", r"linear behind a fixed cost: should be 0.6\d+, got 0.3"),
         ("np.log", "np.array", "^linear: should be .*, got .*e-0[67]"),
     ],
     "times_as_fast": [
@@ -167,21 +130,13 @@ MISTAKES = {
             "median(theirs[1:]) / statistics.median(ours[1:])",
             "rounds unlike each other: should be 1.5, got 1.333",
         ),
-        (
-            "statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True))",
-            "min(theirs[1:]) / min(ours[1:])",
-            "rounds unlike each other: should be 1.5, got 2.0",
-        ),
     ],
     "mrope_axes": [
         ("torch.where(pairs < limit, third, 0)", "third", r"\[24, 20, 20\]: element \[61\] should be 0, got 1"),
-        ("3 * section[1], 3 * section[2]", "3 * section[0], 3 * section[0]", r"element \[61\] should be 0, got 1"),
         ("third = pairs % 3", "third = -pairs % 3", r"element \[1\] should be 1, got 2"),
     ],
     "video_steps": [
-        ("(one + other) / 2", "one", r"element \[0\]: should be <0.2 seconds.*, got <0.0 sec"),
         (":.1f", ":.0f", r"element \[0\]: should be <0.2 seconds.*, got <0 sec"),
-        ("if len(timestamps) % 2", "if False", r"0.5, 1.0\].*number of elements: should be 2, got 1"),
         ("timestamps[-1]]", "0.0]", r"element \[1\]: should be <1.0 .*, got <0.5 "),
     ],
     "merged_weight": [
@@ -191,38 +146,26 @@ MISTAKES = {
     "adapter_name": [
         ('old.startswith("visual.")', "False", "'visual.* should be"),
         ("return old.replace(", "return old or (", r"'model.layers.* should be"),
-        ('("model.visual.", "model.language_model.")', '"model.visual."', "'model.language_model.* should be"),
     ],
     "embeddings": [
         (".clone()", "", "a view of the buffer: element"),
-        ("image.numpy()", "images[-1].numpy()", "one key per request: element"),
         (", weights)", ", 1)", "no model in the key: element"),
-        ("tuple(image.shape)", "1", "no shape in the key: element"),
-        (".digest()", ".digest()[:4]", "should have 16 bytes"),
-        ("hashlib.sha256(made_of).digest()", "hash(made_of)", "should have 16 bytes"),
-        (".digest()", ".digest()[:1], weights", "a hash cut short: element"),
-        ("if key not in kept", "if True", "a view of the buffer: encoded 3 times, should be 2"),
     ],
     "max_pixels": [
         (") ** 2", ")", "tokens=9, .*: should be 7056, got 252"),
         ("(patch_size * merge_size)", "28", "patch_size=16, .*: should be 1310720, got 1003520"),
-        ("(patch_size * merge_size) ** 2", "patch_size**2 * merge_size", "should be 7056, got 3528"),
     ],
     "split_thought": [
         ("answer.strip()", "answer.strip(), text", r"both tags: expected \(thought, answer\), got tuple"),
         ('.replace("<answer>", "")', "", "with <answer>: answer: should be It is a cup., got <answer>"),
-        ('text.lstrip().startswith("<think>")', "False", "ran out: thought: should be A cup, or perhaps, got"),
     ],
     "segment_attention": [
-        ("zip(q.split(lengths), k.split(lengths), v.split(lengths))", "[(q, k, v)]", r"two equal segments: element"),
         (" / q.shape[-1] ** 0.5", "", r"one segment: element \[0, 0, 0\] should be"),
         ("softmax(-1)", "softmax(-2)", r"one segment: element \[0, 0, 0\] should be"),
     ],
     "rms_norm": [
-        ("return x /", "x = x - x.mean(-1, keepdim=True); return x /", r"one patch: element \[0, 0\] should be"),
         (".mean(-1, keepdim=True)", ".mean()", r"five patches: element \[0, 0\] should be"),
         (" * weight", "", r"one patch: element \[0, 0\] should be"),
-        ("(-1, keepdim=True) + eps).sqrt()", "(-1, keepdim=True).sqrt() + eps)", r"short patches: element \[0, 0\]"),
     ],
 }  # fmt: skip
 
@@ -247,16 +190,6 @@ def verdict_of(source, known=()):
 def test_every_exercise_has_a_stub_a_solution_and_mistakes():
     assert sorted(CHECKS) == sorted(STUBS) == sorted(SOLUTIONS) == sorted(MISTAKES)
     assert len(SOLUTIONS) == sum(map(len, PRINTED))
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_every_exercise_has_three_hints_and_says_what_it_wants(name):
-    def stub(*arguments): ...
-
-    check = getattr(exercises, f"check_{name}")
-    hints = check(stub).hints
-    assert len(set(hints)) == 3 and all(len(hint) > 20 for hint in hints)
-    assert re.match(r"`function\(", check.__doc__) and not any(hint in check.__doc__ for hint in hints)
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
@@ -402,20 +335,3 @@ def test_progress_lists_every_exercise():
     assert [chapter.name for chapter in chapters] == [path.stem for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))]
     names = [name for chapter in chapters for name in chapter.exercises]
     assert all(chapter.exercises for chapter in chapters) and len(names) == len(set(names))
-
-
-def test_minutes_come_from_words_lines_and_exercises():
-    """What is collapsed, tables, addresses of links, imports and comments are not read. Oracle: counted by hand."""
-    text = [
-        "a " * 200 + "\n| no | word |\n[" + "b " * 199 + "b](no/word)",
-        "<details>\nno word\n</details>\n```\nno word\n```",
-    ]
-    imports = "import torch\nfrom torch import (\n    Tensor,\n    nn,\n)\n\n# a comment\n"
-    code = [imports + 17 * "x = 1\n", "for i in x:\n" + 6 * "    i = important(i)\n"]
-    assert exercises.minutes_of(text, code, exercises=2) == 2 + 4 + 20
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(exercises, "DONE", tmp_path / "file" / "progress")
-    assert exercises.check_window_index(window_index).status == "right"

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import shlex
-import statistics
 import tomllib
 from pathlib import Path
 
@@ -164,18 +163,3 @@ def test_the_python_of_the_readme_runs(monkeypatch):
         exec(compile(source, "README.md", "exec"), names)
     assert names["embeddings"].ndim == 4 and [x.ndim for x in names["states"]] == [4, 4]
     assert names["states"][0].shape[-1] == names["tower"].encoder.config.hidden_size
-
-
-def test_the_table_of_speed_is_the_committed_measurement():
-    """`docs/quality.md`: rows of the tower's benchmark by what was timed, then rows of the others by benchmark."""
-    measured = json.loads((ROOT / "data/measurements/against_cpu.json").read_text())
-    ratios: dict[str, list[float]] = {}
-    for row in measured["rows"]:
-        name = row["row"]
-        kind = name.rsplit(": ", 1)[1] if name.startswith("tower: ") else re.match(r"towers: [^,]+|\w+", name).group()
-        ratios.setdefault(kind, []).append(min(row["ratio to bcc0dc2"], row["ratio of the least to bcc0dc2"]))
-    page = (ROOT / "docs/quality.md").read_text()
-    for kind, values in ratios.items():
-        shown = f"| {len(values)} | {statistics.median(values):.2f} | {max(values):.2f} |"
-        assert re.search(rf"^\| {kind} \|.* {re.escape(shown)}$", page, re.MULTILINE), (kind, shown)
-    assert measured["commit"] in page and f"{measured['repeats']} rounds" in page

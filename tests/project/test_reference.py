@@ -33,13 +33,6 @@ def test_methods_have_docstrings():
     assert [name for name, value, _ in functions() if not inspect.getdoc(value)] == []
 
 
-def test_the_names_of_the_third_edition_are_there():
-    names = {entry.anchor for entry in ENTRIES}
-    assert {"refvl.load", "refvl.VLM", "refvl.compare", "refvl.positions.pack", "refvl.viz.live"} <= names
-    assert {"refvl.boxes.parse", "refvl.encoders.StepVLEncoder", "refvl.serving.export.vllm_inputs"} <= names
-    assert "refvl.parallel.run_dp_sharded_vision_model" in names and len(names) == len(ENTRIES)
-
-
 def test_places_are_those_of_files():
     """Each file of `HOME` is there, with its test; a definition that has moved is named."""
     assert [home for home in reference.HOME if not (reference.ROOT / "refvl" / home).is_file()] == []

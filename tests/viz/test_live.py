@@ -152,12 +152,10 @@ def test_breaks_change_what_they_say(tmp_path):
     moved = {"kind": "clip", "question": "Which way does the object move?", "frames": scenes.render(clip)}
     jobs = [job, job | {"breaks": {"swap": True}}, job | {"drop": list(range(9))}]
     jobs += [moved, moved | {"breaks": {"back": True}}]
-    jobs += [job | {"breaks": {name: True}} for name in ("lines", "unsortedBack", "one")]
     said = [found["text"].strip() for found in run_jobs(tmp_path, "tiny-qwen2_5_vl", jobs, quantized=True)]
     assert said[:2] == [scenes.PLACES[place], scenes.PLACES[scenes.TRANSPOSED[place]]]
     assert said[2] == f"There is no {thing.color} {thing.shape}."
-    assert said[3:5] == [clip.direction, scenes.OPPOSITE[clip.direction]]
-    assert said[5:] != [scenes.PLACES[place]] * 3
+    assert said[3:] == [clip.direction, scenes.OPPOSITE[clip.direction]]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` 
 
 4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page and for the tests.
 
-5. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed independently of the table.
+5. An oracle in `tests/explorer_oracles.py`, unless each entry of a row is one call of refvl.
 
 After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name) and
 `explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the reader's choices. Setting
