@@ -61,13 +61,6 @@ def check_positive(value, name: str) -> float:
     return number
 
 
-def check_flag(value, name: str) -> bool:
-    """Return `value` if it is True or False; raise TypeError naming `name`."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
-    return value
-
-
 def check_pruning_rate(q, name: str = "q") -> float:
     """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
     number = check_number(q, name)
@@ -108,15 +101,7 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def check_values(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it is dense and has values; raise TypeError naming `name` if it is sparse or on "meta"."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
-    return tensor
-
-
-def check_pixel_rows(pixel_values, shape: Sequence, device: Any = None, name: str = "pixel_values") -> Tensor:
+def check_pixel_rows(pixel_values, shape: Sequence, name: str = "pixel_values") -> Tensor:
     """Return `pixel_values` if it has `shape` (see `check_shape`) and a floating-point dtype (see `check_floats`).
 
     Raises TypeError or ValueError naming `name`.
@@ -218,31 +203,12 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     return mask
 
 
-def as_list(values, name: str):
-    """Return a tensor or array as nested lists, and any other value unchanged."""
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
 def as_sequence(values, name: str) -> Sequence:
-    """Return `values` (see `as_list`) if it is a sequence but not a string; raise TypeError naming `name`."""
-    values = as_list(values, name)
+    """Return `values`, a tensor as lists, if it is a sequence but not a string; raise TypeError naming `name`."""
+    values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")
     return values
-
-
-def check_count(value, name: str, most: int = MAX_PATCHES) -> int:
-    """Return `value` if it is a count from 1 to `most`; raise TypeError or ValueError naming `name`."""
-    if (count := check_positive_int(value, name)) > most:
-        raise ValueError(f"{name}: must be at most {most:,}, got {count:,}")
-    return count
-
-
-def check_mask(keep_L, positions_3L) -> None:
-    """Raise TypeError or ValueError unless `keep_L` is a bool tensor (L,) and `positions_3L` a tensor (3, L)."""
-    length = check_shape(positions_3L, (3, "L"), "positions_3L").shape[1]
-    if check_shape(keep_L, (length,), "keep_L").dtype != torch.bool:
-        raise TypeError(f"keep_L: expected bool, got dtype {keep_L.dtype}")
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
@@ -250,7 +216,7 @@ def as_seconds(values, count: int, name: str) -> list[float]:
     values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
-    return [check_positive(value, f"{name}[{i}]") for i, value in enumerate(as_list(values, name))]
+    return [check_positive(value, f"{name}[{i}]") for i, value in enumerate(values)]
 
 
 def is_grid(layout: object) -> bool:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
 from refvl.attention import choose_backend, is_ampere
-from refvl.checks import WORDED, blame, check_flag, check_names, check_positive_int
+from refvl.checks import WORDED, blame, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
 from refvl.serving.linear import choose_linear, use_onednn
@@ -99,7 +99,7 @@ def load(
     stored = weights == "checkpoint"
     if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
         raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
-    _check_arguments(path_or_id, graphs, model_kwargs, stored, check_flag(text, "text"))
+    _check_arguments(path_or_id, graphs, model_kwargs, stored, text)
     cache = _media_cache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
@@ -138,7 +138,7 @@ def load(
     if adapters:
         _attach_adapters(vlm, adapters)
 
-    if check_flag(compile, "compile"):
+    if compile:
         _compile(vlm, max_cache_len, progress)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)

@@ -256,7 +256,7 @@ class EncoderGraphManager:
     def run(self, pixel_values: Tensor, plan: GraphPlan) -> list[Tensor]:
         """Encode a plan; return one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
         counts = [patches for patches, _, _ in plan.sizes.values()]
-        check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
+        check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"))
         rows = dict(zip(plan.sizes, pixel_values.split(counts), strict=True))
         outputs: dict[Part, Tensor] = {}
         with self._lock:

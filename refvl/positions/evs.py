@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import as_grids, as_list, check_floats, check_int, check_positive_int, check_pruning_rate, check_shape
+from refvl.checks import as_grids, check_floats, check_int, check_positive_int, check_pruning_rate, check_shape
 from refvl.positions.mrope import check_t_factor, grid_positions, mrope_delta
 
 ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances never exceed 2
@@ -163,5 +163,4 @@ def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
 
 def _one_grid(size_thw, spatial_merge_size: int) -> tuple[int, int, int]:
     check_positive_int(spatial_merge_size, "spatial_merge_size")
-    size = as_list(size_thw, "video_size_thw")
-    return as_grids([size], spatial_merge_size=spatial_merge_size, name="video_size_thw")[0]
+    return as_grids([size_thw], spatial_merge_size=spatial_merge_size, name="video_size_thw")[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import as_integers, check_flag, check_int, check_mask, check_number, check_positive_int
+from refvl.checks import as_integers, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -117,10 +117,11 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
     """Return the pruned layout, which is the full layout restricted to the kept tokens, and its delta.
 
     positions_3L: the positions of the unpruned prompt, (3, L). keep_L: (L,) bool, True for text and kept media tokens.
-    Raises ValueError or TypeError naming keep_L if it does not match.
+    Raises ValueError naming keep_L if it does not match.
     """
-    if getattr(keep_L, "dtype", None) != torch.bool or keep_L.shape != getattr(positions_3L, "shape", ())[1:]:
-        check_mask(keep_L, positions_3L)
+    if keep_L.dtype != torch.bool or keep_L.shape != positions_3L.shape[1:]:
+        wanted = tuple(positions_3L.shape[1:])
+        raise ValueError(f"keep_L: expected a bool mask of shape {wanted}, got {keep_L.dtype}, {tuple(keep_L.shape)}")
     positions = positions_3L[:, keep_L]
     return positions, mrope_delta(positions)
 
@@ -137,7 +138,7 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]
     """
     counts = as_integers(section, "(t, h, w)", "section", least=0)
-    if not check_flag(interleaved, "interleaved"):
+    if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(counts))
     axes = torch.zeros(sum(counts), dtype=torch.int64)
     for axis in (1, 2):

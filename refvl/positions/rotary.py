@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.checks import Grid, as_grids, check_count, check_positive
+from refvl.checks import Grid, as_grids, check_positive, check_positive_int
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
@@ -40,7 +40,7 @@ def vision_rotary_cos_sin(
     repeats each half once more, to head_dim columns, before it applies them. Raises ValueError if head_dim is not
     divisible by 4.
     """
-    if check_count(head_dim, "head_dim") % 4:
+    if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(f"head_dim: must be a multiple of 4 (h and w use head_dim / 4 angles each), got {head_dim}")
     frequencies = rotary_frequencies(int(head_dim), theta=check_positive(theta, "theta"))
     grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape
 from refvl.positions.evs import compute_retained_tokens_count, compute_retention_mask, num_tokens_of, split_frames
 
 BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; a single one would miss other distances
@@ -86,7 +86,7 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
     Raises ValueError if the shape of the embeddings is not (M, D), or if they contain nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
-    check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
+    check_shape(video_embeds, (num_tokens, "D"), "video_embeds")
     to_video, to_frame = vidcom2_similarities(video_embeds, t)
     score = (to_video + to_frame).float()
     rank_in_frame = score.argsort(dim=1, stable=True).argsort(dim=1)

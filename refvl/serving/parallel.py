@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
-from math import prod
 from numbers import Real
 from typing import Any
 
@@ -28,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.checks import check_pixel_rows, check_positive_int
+from refvl.graphs.manager import EncoderGraphManager
 
 Assignment = tuple[list[int], list[int], list[int]]
-ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
 def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
@@ -91,23 +90,22 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own graphs. It may also
-    be any callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
+    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own graphs.
     pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each rank copies only its own rows
-    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
-    rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for towers like
-    Kimi-VL's. These accept a tensor of grids (h, w), do not merge the rows of a merge block, and return one (M, block,
-    D) tensor per item.
+    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that the encoder plans.
+    rope_type: "rope_3d", as in vLLM; no encoder of this library needs its other kind, "rope_2d".
 
     Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows and grids do not
     match. If one rank fails later, the others wait until the group's timeout, or until `torchrun` ends them.
     """
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
-    layouts, rows, tokens = _item_sizes(vision_model, grid_thw_list, rope_type)
-    device = getattr(_encoder(vision_model), "device", None)
-    shape = (("patches of grid_thw_list", sum(rows)), "values")
-    check_pixel_rows(pixel_values, shape, device or torch.device("cpu"), "pixel_values")
+    if rope_type != "rope_3d":
+        raise ValueError(f"rope_type: expected 'rope_3d', got {rope_type!r}")
+    is_graphs = isinstance(vision_model, EncoderGraphManager)
+    encoder = vision_model.encoder if is_graphs else vision_model
+    layouts = encoder.check_layouts(grid_thw_list, name="grid_thw_list")
+    rows = [encoder.item_size(layout)[0] for layout in layouts]
+    tokens = [encoder.item_size(layout)[1] for layout in layouts]
+    check_pixel_rows(pixel_values, (("patches of grid_thw_list", sum(rows)), "values"))
     if not layouts:
         return ()
     rank, world_size = rank_and_world_size(group)
@@ -115,14 +113,14 @@ def run_dp_sharded_mrope_vision_model(
     items = [own.tolist() for own in torch.tensor(order).split(counts)]
     lengths = [sum(tokens[i] for i in own) for own in items]
 
-    device = device or pixel_values.device
     split_rows, local = pixel_values.split(rows), None
     if items[rank]:
-        local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(device)
-        local = _encode(vision_model, local_rows, [layouts[i] for i in items[rank]], rope_type)
-        if len(local) != lengths[rank]:
-            raise ValueError(f"vision_model: expected {lengths[rank]} output tokens, got {len(local)}")
-    gathered = _gather_padded(local, lengths, device, group)
+        local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(encoder.device)
+        local_layouts = [layouts[i] for i in items[rank]]
+        run = vision_model.execute if is_graphs else vision_model
+        output = run(local_rows, local_layouts)
+        local = torch.cat(output) if is_graphs else output
+    gathered = _gather_padded(local, lengths, encoder.device, group)
     return tuple(restore_order(gathered, tokens, order, counts))
 
 
@@ -140,38 +138,6 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
             embeds[i] = gathered[start : start + tokens[i]]
             start += tokens[i]
     return [embeds[i] for i in range(len(tokens))]
-
-
-def _encoder(vision_model):
-    """Return the object that contains the sizes; for a graph manager, that is its encoder."""
-    return vision_model if hasattr(vision_model, "item_size") else getattr(vision_model, "encoder", vision_model)
-
-
-def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, list[int], list[int]]:
-    """Return (layouts, patch rows, output tokens) of the items."""
-    encoder = _encoder(vision_model)
-    if hasattr(encoder, "item_size"):
-        layouts = encoder.check_layouts(grids, name="grid_thw_list")
-        sizes = [encoder.item_size(layout) for layout in layouts]
-        return layouts, [rows for rows, *_ in sizes], [tokens for _, tokens, *_ in sizes]
-    block_size = "merge_kernel_size" if rope_type == "rope_2d" else "spatial_merge_size"
-    if not hasattr(encoder, block_size):
-        raise TypeError(f"vision_model: {type(encoder).__name__} has no {block_size}, which {rope_type!r} needs")
-    layouts = [tuple(int(n) for n in grid) for grid in grids]
-    block = prod(encoder.merge_kernel_size) if rope_type == "rope_2d" else encoder.spatial_merge_size**2
-    rows = [prod(layout) for layout in layouts]
-    for i, (layout, patches) in enumerate(zip(layouts, rows, strict=True)):
-        if patches < 1 or patches % block:
-            raise ValueError(f"grid_thw_list[{i}]: expected whole merge blocks of {block} patches, got {layout}")
-    return layouts, rows, [patches // block for patches in rows]
-
-
-def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor:
-    """Encode (N, values) rows; return (M, ...), whether the model returns one tensor or a list."""
-    run = getattr(vision_model, "execute", vision_model)
-    takes_tensor = rope_type == "rope_2d" and not hasattr(_encoder(vision_model), "item_size")
-    output = run(rows, torch.tensor(layouts, device=rows.device) if takes_tensor else layouts)
-    return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
 def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:

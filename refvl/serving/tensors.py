@@ -90,7 +90,7 @@ def _items(
             if (got := [len(item) for item in rows]) != counts:
                 raise ValueError(f"{name}: expected tensors of {counts} tokens, one for each item, got {got}")
             rows = torch.cat(list(rows))
-    check_pixel_rows(rows, ((f"patches or tokens of {layouts_name}", sum(counts)), width), model.device, name)
+    check_pixel_rows(rows, ((f"patches or tokens of {layouts_name}", sum(counts)), width), name)
     if not rows.isfinite().all():
         raise ValueError(f"{name}: expected finite numbers, got nan or inf")
     if embeds is not None:

@@ -66,21 +66,6 @@ LAYOUTS = {  # of encoders whose media are no grids
 BATCHES = {"seven pictures": 7, "one picture": 1, "four pictures": 4}
 
 
-class KimiLike(torch.nn.Module):
-    """A tower of the 2-D kind: grids (h, w) as a tensor, one (M, block, D) tensor per item."""
-
-    merge_kernel_size = (2, 3)
-
-    def __init__(self):
-        super().__init__()
-        self.proj = torch.nn.Linear(5, 8)
-
-    def forward(self, rows, grid_hws):
-        assert isinstance(grid_hws, torch.Tensor) and grid_hws.shape[1] == 2
-        items = self.proj(rows).split(grid_hws.prod(-1).tolist())
-        return [(x + x.mean(0)).view(-1, 6, 8) for x in items]  # every row sees its whole item, and no other
-
-
 class Pooling(torch.nn.Module):
     """A tower of one picture size: (b, 3, 4, 4) -> (b, 2, 6)."""
 
@@ -129,18 +114,13 @@ def run_case(name):
         torch.manual_seed(3)
         model = Pooling()
         return [run_dp_sharded_vision_model(torch.randn(BATCHES[case], 3, 4, 4), model)]
-    if kind == "rope_2d":
-        grids = [(h, 3 * w) for _, h, w in GRIDS[case]]
-        torch.manual_seed(3)
-        model, rows = KimiLike(), torch.randn(sum(h * w for h, w in grids), 5)
-        return list(run_dp_sharded_mrope_vision_model(model, rows, grids, rope_type="rope_2d"))
     model = graph_manager() if kind == "graphs" else tower(kind)
     layouts, _, rows = items(kind, case)
-    return list(run_dp_sharded_mrope_vision_model(model, rows, layouts, rope_type="rope_3d"))
+    return list(run_dp_sharded_mrope_vision_model(model, rows, layouts))
 
 
-MODELS = {"pictures": Pooling, "rope_2d": KimiLike, "graphs": lambda: tower("Qwen2.5-VL")}  # else a tower
-CASES = [(kind, case) for kind in ("Qwen2.5-VL", "Qwen3-VL", "GLM", "rope_2d") for case in GRIDS]
+MODELS = {"pictures": Pooling, "graphs": lambda: tower("Qwen2.5-VL")}  # else a tower
+CASES = [(kind, case) for kind in ("Qwen2.5-VL", "Qwen3-VL", "GLM") for case in GRIDS]
 CASES += [(kind, "slices and crops") for kind in LAYOUTS]
 CASES += [("graphs", case) for case in ("more items than ranks", "one item")]
 CASES += [("pictures", case) for case in BATCHES]
@@ -206,7 +186,7 @@ def test_a_mistake_is_raised_on_every_rank(ranks):
     assert len({results["wrong grids"] for results in ranks}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name[0] not in ("rope_2d", "pictures")], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name[0] != "pictures"], ids=str)
 @torch.no_grad()
 def test_unsharded_equals_each_item_alone(name, alone):
     """Oracle: the encoder itself, one call per item."""
@@ -274,18 +254,13 @@ def test_wrong_sizes_are_named(arguments, error, message):
         get_load_balance_assignment(*arguments)
 
 
-def test_wrong_models_and_grids_are_named():
-    def run(model, rows, grids, **kwargs):
-        with pytest.raises((ValueError, TypeError)) as error:
-            run_dp_sharded_mrope_vision_model(model, torch.zeros(rows, 5), grids, **kwargs)
-        return str(error.value)
-
-    assert run(KimiLike(), 6, [(2, 3)], rope_type="rope_4d").startswith("rope_type: expected one of")
-    assert run(KimiLike(), 6, [(1, 2, 3)]) == "vision_model: KimiLike has no spatial_merge_size, which 'rope_3d' needs"
-    assert "grid_thw_list[0]: expected whole merge blocks of 6 patches, got (2, 2)" in run(
-        KimiLike(), 4, [(2, 2)], rope_type="rope_2d"
-    )
-    assert "grid_thw_list[0]" in run(tower("GLM"), 4, [(1, 3, 2)])
+@pytest.mark.parametrize(
+    ("grids", "options", "message"),
+    [([(1, 3, 2)], {}, "grid_thw_list"), ([(1, 4, 4)], {"rope_type": "rope_2d"}, "rope_type: expected 'rope_3d'")],
+)
+def test_wrong_grids_are_named(grids, options, message):
+    with pytest.raises(ValueError, match=message):
+        run_dp_sharded_mrope_vision_model(tower("GLM"), torch.zeros(6, 1176), grids, **options)
 
 
 def test_sizes_are_told_over_the_encoders_device(monkeypatch):
