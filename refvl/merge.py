@@ -73,14 +73,15 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
                 f"input_ids: expected {expected} {kind} placeholders for {len(items)} {kind}(s), got {len(places)}"
             )
         used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
-        for i, item, (t, h, w) in runs:
-            offset, length = places[used], t * h * w
-            if places[used + length - 1] - offset + 1 != length:
+        for i, item, thw in runs:
+            span = MediaSpan(places[used], *thw, item.t_factor)
+            length = span.num_tokens
+            if places[used + length - 1] - span.offset + 1 != length:
                 raise ValueError(f"input_ids: expected {length} consecutive placeholders of {kind} {i}, got a gap")
-            if spans[i] and places[used - 1] + 1 == offset:
+            if spans[i] and places[used - 1] + 1 == span.offset:
                 parts = f"separate runs of {[t * h * w for t, h, w in item.runs]} placeholders for {kind} {i}"
                 raise ValueError(f"input_ids: expected {parts}, got two runs without a gap between them")
-            spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
+            spans[i].append(span)
             used += length
     if int(input_ids[-1]) in token_ids.values():
         raise ValueError("prompt: must end in text, because later positions continue from its last token")

@@ -54,9 +54,9 @@ class VLM(Pipeline):
         `stop_strings`, `streamer`, ...).
         Errors: see `trace`.
         """
-        request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
         beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
         runs_plainly = beams == 1 and self.encoder.device.type != "meta"
+        request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
         if generate_kwargs or stream or prefill_chunk is not None or not runs_plainly:
             return self._chat_with_options(request, max_new_tokens, prefill_chunk, stream, generate_kwargs)
         trace = self.read(request)

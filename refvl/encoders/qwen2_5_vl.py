@@ -103,14 +103,15 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         the grids.
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
-        needs_groups = self.backend() == "sdpa"
         frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
         window_index, cu_window_seqlens = window_order(grids, m, side)
         blocks = block_positions(grids, m).int().unflatten(0, (-1, self.block_size))
+        frequencies = rotary_frequencies(self.head_dim)
+        needs_groups = self.backend() == "sdpa"
         metadata = VisionMetadata(
             **plan_segments(frames, with_groups=needs_groups),
             positions=blocks[window_index].flatten(0, 1),
-            frequencies=rotary_frequencies(self.head_dim),
+            frequencies=frequencies,
             window_index=window_index,
             reverse_index=window_index.argsort(),
             cu_window_seqlens=cu_window_seqlens,
@@ -134,8 +135,9 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         for i, block in enumerate(self.blocks):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
             x_NE = block(x_NE, rotary, segments, backend)
-        x_MD = self.merger(clamp_overflow(x_NE))
-        return x_MD[metadata.reverse_index]  # in row-major order
+        if x_NE.dtype == torch.float16:
+            x_NE = clamp_overflow(x_NE)
+        return self.merger(x_NE)[metadata.reverse_index]  # in row-major order
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
@@ -220,14 +222,12 @@ class PatchMerger(nn.Module):
 
 
 def clamp_overflow(x_NE: Tensor) -> Tensor:
-    """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
+    """Clamp float16 rows in which a value overflowed to finfo.max - 1000.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
     depend on the rest of the batch. In this function, a value depends only on its own row. The function does not
     branch on the tensor, so a graph can capture it.
     """
-    if x_NE.dtype != torch.float16:
-        return x_NE
     bound = torch.finfo(x_NE.dtype).max - 1000
     overflowed_N1 = ~x_NE.isfinite().all(-1, keepdim=True)
     return torch.where(overflowed_N1, x_NE.clamp(-bound, bound), x_NE)

@@ -207,7 +207,8 @@ class Step3VisionEncoder(Tower):
         metadata = self.plan(layouts) if metadata is None else metadata
         weight = next(self.parameters())
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
-        check_pixel_rows(pixel_values, (("patches", num_rows), ("values", self.patch_values)))
+        if pixel_values.shape != (num_rows, self.patch_values) or not pixel_values.is_floating_point():
+            check_pixel_rows(pixel_values, (("patches", num_rows), ("values", self.patch_values)))
         stacks = [
             (metadata.local_rows, metadata.local_position_embeds),
             (metadata.global_rows, metadata.global_position_embeds),

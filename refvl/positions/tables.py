@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import Grid, as_grids, as_integers, check_floats, check_positive_int, check_shape
+from refvl.checks import Grid, as_grids, as_integers, check_positive_int
 from refvl.positions.rotary import block_positions
 
 MODES = ("bicubic", "bilinear", "nearest")
@@ -73,7 +73,7 @@ def sincos_frequencies(embed_dim: int) -> Tensor:
     One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of a radian, so float64 is
     not used.
     """
-    if check_positive_int(embed_dim, "embed_dim") % 2:
+    if embed_dim % 2 or embed_dim < 1:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
     exponent = np.arange(embed_dim // 2, dtype=np.float32) / np.float32(embed_dim / 2)
     return torch.from_numpy(np.float32(1) / np.float32(10000) ** exponent)
@@ -130,7 +130,7 @@ def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool
 
 
 def _square_side(table: Tensor) -> int:
-    side = math.isqrt(len(check_floats(check_shape(table, ("positions", "D"), "table"), "table")))
+    side = math.isqrt(len(table))
     if side == 0 or side**2 != len(table):
         raise ValueError(f"table: expected a square number of positions, got {len(table)}")
     return side
