@@ -18,7 +18,7 @@ from torch import Tensor
 from refvl.checks import Grid, check_shape
 from refvl.positions import MediaSpan, restrict_positions
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens, strip_of_axes
-from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new
+from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new, headed
 
 _COVER = 0.86  # opacity of the cover over a pruned token
 
@@ -42,8 +42,8 @@ def plot_keep_mask(
         panel.imshow(cover, extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw), interpolation="nearest")
         _outline(panel, keep[i])
         panel.set_title(f"step {i}: {keep[i].sum()} of {h * w} kept", fontsize=9)
-    kept = f"{int(keep.sum())} of {keep.size} tokens kept"
-    axes[0].figure.suptitle(f"{title}: {kept}" if title else kept, fontsize=11)
+    report = headed(title, f"{int(keep.sum())} of {keep.size} tokens kept")
+    axes[0].figure.suptitle(report, fontsize=11)
     return axes
 
 

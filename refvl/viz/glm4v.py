@@ -20,7 +20,7 @@ from refvl.checks import check_shape
 from refvl.positions import interpolate_position_table, merge_block_coordinates
 from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, headed, image_axes
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
@@ -119,9 +119,8 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
     for i in range(0, steps, -(-steps // _LABELS)):
         ax.text(times[2 * i], y + 0.33, str(sample.timestamps[i]), ha="center", va="bottom", fontsize=8, bbox=_SECOND)
     looked = len(dict.fromkeys(sample.indices))
-    ax.annotate(
-        f"{looked} frames,\n{steps} steps", (1.005, y), xycoords=("axes fraction", "data"), fontsize=8, va="center"
-    )
+    said = f"{looked} frames,\n{steps} steps"
+    ax.annotate(said, (1.005, y), xycoords=("axes fraction", "data"), fontsize=8, va="center")
 
 
 def plot_clip_tokens(
@@ -130,10 +129,8 @@ def plot_clip_tokens(
     """Plot the prompt tokens of a video against its duration, one line per variant, on log-log axes."""
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
-        label, width = (
-            f"{variant} ({RELEASES[variant]})",
-            6 - 2 * i,
-        )  # if two agree, the thinner line is on top
+        width = 6 - 2 * i  # if two agree, the thinner line is on top
+        label = f"{variant} ({RELEASES[variant]})"
         ax.plot(seconds, counts, "o-", ms=width + 2, lw=width, color=VARIANT_COLORS[variant], label=label)
     ax.set(xscale="log", yscale="log", xlabel="duration (s)", ylabel="tokens", title=title)
     for axis in (ax.xaxis, ax.yaxis):
@@ -173,8 +170,7 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
     ax.set_yticks([row + 0.45 for row in range(len(starts))], [f"step {row}" for row in range(len(starts))])
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_visible(False)
-    counted = f"{kept} of {total} video tokens kept"
-    ax.set_title(f"{title}: {counted}" if title else counted, fontsize=11)
+    ax.set_title(headed(title, f"{kept} of {total} video tokens kept"), fontsize=11)
     return ax
 
 

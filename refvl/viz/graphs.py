@@ -22,7 +22,7 @@ from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
 from refvl.study.costs import launch_timeline
 from refvl.viz.positions import grid_of_axes, strip_of_axes
-from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, numbered_bar
+from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, headed, item_bars, outline_bar
 from refvl.viz.windows import sequence_colors
 
 _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
@@ -126,13 +126,9 @@ def plot_packing(
     ends = [max(total, batch.budget or 0) for total, batch in zip(tokens, batches, strict=True)]
     widest = max([1, *ends])
     for row, (batch, total, end) in enumerate(zip(batches, tokens, ends, strict=True)):
-        left = 0
-        for i in batch.indices:
-            numbered_bar(ax, row, left, output_tokens[i], i, colors[i], widest=widest)
-            left += output_tokens[i]
+        item_bars(ax, row, batch.indices, output_tokens, colors, widest=widest, end=end)
         if batch.budget is not None:
-            ax.barh(row, batch.budget - total, left=total, height=0.7, **UNUSED)
-            ax.barh(row, batch.budget, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
+            outline_bar(ax, row, 0, batch.budget)
         ax.text(end + 0.02 * widest, row, _row_report(batch, total), size=8, va="center")
     labels = ["eager" if batch.budget is None else f"graph of {batch.budget}" for batch in batches]
     ax.set_yticks(range(len(batches)), labels)
@@ -151,8 +147,7 @@ def _row_report(batch: Batch, tokens: int) -> str:
 def _packing_report(output_tokens: Sequence[int], batches: Sequence[Batch], title: str) -> str:
     budgets = [batch.budget for batch in batches if batch.budget is not None]
     replays = f"{len(budgets)} replay{'s' * (len(budgets) != 1)}, budgets sum to {sum(budgets)}"
-    report = f"{replays}, {padding_waste(batches, output_tokens):.0%} padding"
-    return f"{title}: {report}" if title else report
+    return headed(title, f"{replays}, {padding_waste(batches, output_tokens):.0%} padding")
 
 
 def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:

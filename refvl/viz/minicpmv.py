@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from PIL import Image
 from torch import Tensor
 
 from refvl.checks import check_shape
@@ -39,8 +40,8 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
     width, height = plan.overview
     (h, w), slices = plan.tgt_sizes[0], len(plan.tgt_sizes) - 1
     image_axes(right, f"overview: {width} x {height} px = {w} x {h} patches\n{query_num} tokens")
-    right.imshow(_small(picture), extent=(0, width, height, 0))
-    _number(right, width / 2, height / 2, 0)
+    right.imshow(preview(picture, picture.size), extent=(0, width, height, 0))
+    number_piece(right, width / 2, height / 2, 0)
     right.set_xlabel(f"(1 + {slices}) x {query_num} = {(1 + slices) * query_num} tokens of the image")
     return np.array([left, right])
 
@@ -53,20 +54,22 @@ def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
         title = f"{columns} x {rows} slices of {width} x {height} px = "
         title += f"{width // plan.patch_size} x {height // plan.patch_size} patches"
     image_axes(ax, f"{size}\n{title}")
-    ax.imshow(_small(image), extent=(0, columns * width, rows * height, 0))
+    ax.imshow(preview(image, image.size), extent=(0, columns * width, rows * height, 0))
     for i in range(columns * rows if plan.grid else 0):
         x, y = i % columns * width, i // columns * height
         ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="white", linewidth=1.8))
-        _number(ax, x + width / 2, y + height / 2, i + 1)
+        number_piece(ax, x + width / 2, y + height / 2, i + 1)
     ax.set(xlim=(0, columns * width), ylim=(rows * height, 0))
 
 
-def _small(image):
-    scale = min(1.0, _PREVIEW / max(image.size))
-    return image.resize([max(1, round(side * scale)) for side in image.size])
+def preview(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image to the ratio of `size` (width, height), at most `_PREVIEW` pixels per side."""
+    scale = min(1.0, _PREVIEW / max(size))
+    return image.resize([max(1, round(side * scale)) for side in size])
 
 
-def _number(ax: Axes, x: float, y: float, number: int) -> None:
+def number_piece(ax: Axes, x: float, y: float, number: int) -> None:
+    """Write the number of a slice or crop in a dark circle around (x, y)."""
     ax.text(x, y, str(number), size=11, color="white", weight="bold", ha="center", va="center", bbox=_NUMBER)
 
 
@@ -199,7 +202,6 @@ def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaS
     x, y = [w[i] for i in overview], [h[i] for i in overview]
     ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview", zorder=3)
     ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
-    ax.set(
-        xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
-    )
+    ax.set_xlim(min(w[first:]) - 1, max(w[first : last + 1]) + 1)
+    ax.set_ylim(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
     ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)

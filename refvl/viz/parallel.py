@@ -6,11 +6,12 @@ plot_speed_up       the speed-up over the number of ranks
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from matplotlib.axes import Axes
 
 from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import STAGE_COLORS, UNUSED, axes_or_new, numbered_bar
+from refvl.viz.style import STAGE_COLORS, axes_or_new, headed, item_bars, outline_bar
 from refvl.viz.windows import sequence_colors
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
@@ -25,22 +26,23 @@ def plot_assignment(
     """
     order, counts, loads = assignment
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))
-    colors, longest, items = sequence_colors(len(sizes)), max([1, *loads]), iter(order)
-    for rank, (count, load) in enumerate(zip(counts, loads, strict=True)):
-        left = 0
-        for _ in range(count):
-            i = next(items)
-            numbered_bar(ax, rank, left, sizes[i], i, colors[i], widest=longest)
-            left += sizes[i]
-        ax.barh(rank, longest - load, left=load, height=0.7, **UNUSED)
+    colors, longest = sequence_colors(len(sizes)), max([1, *loads])
+    for rank, (count, load, own) in enumerate(zip(counts, loads, _by_rank(order, counts), strict=True)):
+        item_bars(ax, rank, own, sizes, colors, widest=longest, end=longest)
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
     right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure keeps that figure's width
     ax.set(xlabel=f"{unit} (hatched: waiting)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
     report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
-    ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
+    ax.set_title(headed(title, report), fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def _by_rank(order: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Return the items of each rank."""
+    items = iter(order)
+    return [list(islice(items, count)) for count in counts]
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -49,27 +51,20 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
     tokens: output tokens of each item. assignment: which rank encoded which item.
     """
     order, counts, _ = assignment
-    ax, colors, items = axes_or_new(ax, figsize=(9, 2)), sequence_colors(len(tokens)), list(order)
-    own = [[items.pop(0) for _ in range(count)] for count in counts]
-    lengths = [sum(tokens[i] for i in ids) for ids in own]
-    longest = max([1, *lengths])
+    ax, colors = axes_or_new(ax, figsize=(9, 2)), sequence_colors(len(tokens))
+    by_rank = _by_rank(order, counts)
+    longest = max([1, *(sum(tokens[i] for i in own) for own in by_rank)])
     total = longest * len(counts)
-    for rank, ids in enumerate(own):
+    for rank, own in enumerate(by_rank):
         left = rank * longest
-        for i in ids:
-            numbered_bar(ax, 0, left, tokens[i], i, colors[i], widest=total)
-            left += tokens[i]
-        ax.barh(0, (rank + 1) * longest - left, left=left, height=0.7, **UNUSED)
-        ax.barh(0, longest, left=rank * longest, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
-        ax.text((rank + 0.5) * longest, -0.47, f"rank {rank}", size=8, ha="center")
-    left = 0
-    for i, count in enumerate(tokens):
-        numbered_bar(ax, 1.1, left, count, i, colors[i], widest=total)
-        left += count
+        item_bars(ax, 0, own, tokens, colors, widest=total, left=left, end=left + longest)
+        outline_bar(ax, 0, left, longest)
+        ax.text(left + longest / 2, -0.47, f"rank {rank}", size=8, ha="center")
+    item_bars(ax, 1.1, range(len(tokens)), tokens, colors, widest=total)
     ax.set_yticks([0, 1.1], ["gathered", "returned"])
     ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, max(total, ax.get_xlim()[1])), ylim=(1.6, -0.75))
     report = f"{total} rows sent for {sum(tokens)} tokens, {1 - sum(tokens) / total:.0%} padding"
-    ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
+    ax.set_title(headed(title, report), fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from refvl.checks import check_shape
 from refvl.positions import MediaSpan, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
+from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new, headed
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}
 _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # if the axes agree, the thinner line is on top
@@ -209,7 +209,5 @@ def plot_place_answers(
     ax.set(yticks=range(len(places)), xlabel="answer", ylabel="true place")
     ax.set_yticks(range(len(places)), places, fontsize=8)
     ax.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
-    ax.set_title(
-        f"{title}: {right} of {len(truths)} correct" if title else f"{right} of {len(truths)} correct", fontsize=10
-    )
+    ax.set_title(headed(title, f"{right} of {len(truths)} correct"), fontsize=10)
     return ax

@@ -16,11 +16,20 @@ from PIL import Image
 from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
+from refvl.viz.minicpmv import number_piece, preview
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on, numbered_bar
+from refvl.viz.style import (
+    HIGHLIGHT,
+    STAGE_COLORS,
+    TOKEN_COLORS,
+    axes_or_new,
+    headed,
+    image_axes,
+    ink_on,
+    item_bars,
+    outline_bar,
+)
 from refvl.viz.windows import sequence_colors
-
-_PREVIEW = 480  # pixels per side, enough for a figure
 
 
 def plot_crops(
@@ -46,18 +55,13 @@ def plot_crops(
 def _draw_canvas(ax: Axes, overview: Image.Image, plan, size: tuple[int, int]) -> None:
     (width, height), layout = plan.canvas, plan.layout
     title = f"{size[0]} x {size[1]} px, canvas {width} x {height} px\n"
-    image_axes(
-        ax, title + (f"{layout.rows} x {layout.columns} windows of {plan.window} px" if plan.boxes else "no crops")
-    )
-    scale = min(1.0, _PREVIEW / max(width, height))
-    ax.imshow(overview.resize([max(1, round(side * scale)) for side in plan.canvas]), extent=(0, width, height, 0))
+    cut = f"{layout.rows} x {layout.columns} windows of {plan.window} px" if plan.boxes else "no crops"
+    image_axes(ax, title + cut)
+    ax.imshow(preview(overview, plan.canvas), extent=(0, width, height, 0))
     bottom = max([height, *(box[3] for box in plan.boxes)])
     for i, ((x, y, _, _), ends_row) in enumerate(zip(plan.boxes, layout.newline_mask, strict=True)):
         ax.add_patch(Rectangle((x, y), plan.window, plan.window, fill=False, edgecolor="white", linewidth=1.6))
-        ax.text(
-            x + plan.window / 2, y + plan.window / 2, str(i), size=11, color="white", weight="bold", ha="center",
-            va="center", bbox={"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0},
-        )  # fmt: skip
+        number_piece(ax, x + plan.window / 2, y + plan.window / 2, i)
         if ends_row:
             ax.plot([width], [y + plan.window / 2], "<", color=HIGHLIGHT, ms=10, clip_on=False, zorder=3)
     ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # the colour beyond a low canvas
@@ -134,25 +138,15 @@ def plot_path_timeline(
     whole = max(1, sum(batch.budget or batch.tokens for batch in batches))
     start = 0
     for batch in batches:
-        lane, length, left = paths.index(batch.path), batch.budget or batch.tokens, start
-        for i in batch.indices:
-            tokens = path_tokens[i][batch.path]
-            numbered_bar(ax, lane, left, tokens, i, colors[i], widest=whole)
-            left += tokens
-        if batch.budget is not None:
-            ax.barh(lane, start + length - left, left=left, height=0.7, **UNUSED)
-        style = "--" if batch.budget is None else "-"
-        ax.barh(
-            lane, length, left=start, height=0.7, facecolor="none", edgecolor="black", linewidth=1.2, linestyle=style
-        )
-        start += length
+        lane, end = paths.index(batch.path), start + (batch.budget or batch.tokens)
+        tokens = {i: path_tokens[i][batch.path] for i in batch.indices}
+        item_bars(ax, lane, tokens, tokens, colors, widest=whole, left=start, end=end)
+        outline_bar(ax, lane, start, end - start, linewidth=1.2, linestyle="-" if batch.budget else "--")
+        start = end
     ax.set_yticks(range(len(paths)), paths)
-    ax.set(
-        xlim=(0, 1.005 * whole),
-        ylim=(max(1, len(paths)) - 0.5, -0.5),
-        xlabel="output tokens computed so far (hatched: padding)",
-    )
-    ax.set_title(f"{title}: {_timeline_report(batches)}" if title else _timeline_report(batches), size=10)
+    ax.set(xlim=(0, 1.005 * whole), ylim=(max(1, len(paths)) - 0.5, -0.5))
+    ax.set_xlabel("output tokens computed so far (hatched: padding)")
+    ax.set_title(headed(title, _timeline_report(batches)), size=10)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
@@ -160,7 +154,5 @@ def plot_path_timeline(
 def _timeline_report(batches: Sequence[Batch]) -> str:
     replays = [batch for batch in batches if batch.budget is not None]
     computed, eager = sum(batch.budget or 0 for batch in replays), len(batches) - len(replays)
-    report = (
-        f"{len(replays)} replay{'s' * (len(replays) != 1)} with {computed} tokens, {padding_waste(batches):.0%} padding"
-    )
-    return report + f", {eager} eager" * bool(eager)
+    report = f"{len(replays)} replay{'s' * (len(replays) != 1)} with {computed} tokens"
+    return f"{report}, {padding_waste(batches):.0%} padding" + f", {eager} eager" * bool(eager)

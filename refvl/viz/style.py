@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -122,11 +122,30 @@ def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Ax
     return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
 
 
-def numbered_bar(ax: Axes, row: float, left: float, size: float, number: object, color, *, widest: float) -> None:
-    """Draw a bar with a number in it, which is left out of a bar much shorter than `widest`."""
-    ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
-    if size >= 0.02 * widest:
-        ax.text(left + size / 2, row, str(number), color=ink_on(color), size=8, ha="center", va="center")
+def headed(title: str, report: str) -> str:
+    """Return a title followed by a report, or the report alone if there is no title."""
+    return f"{title}: {report}" if title else report
+
+
+def item_bars(ax: Axes, row: float, items: Iterable[int], sizes, colors, *, widest: float, left=0, end=0) -> None:
+    """Draw numbered items end to end from `left`, each as long as its size, and hatch the rest up to `end`.
+
+    sizes, colors: by item. A bar much shorter than `widest` has no number.
+    """
+    for i in items:
+        ax.barh(row, sizes[i], left=left, color=colors[i], edgecolor="white", height=0.7)
+        if sizes[i] >= 0.02 * widest:
+            ink = ink_on(colors[i])
+            ax.text(left + sizes[i] / 2, row, str(i), color=ink, size=8, ha="center", va="center")
+        left += sizes[i]
+    if end > left:
+        ax.barh(row, end - left, left=left, height=0.7, **UNUSED)
+
+
+def outline_bar(ax: Axes, row: float, left: float, size: float, *, linewidth=1.3, linestyle="-") -> None:
+    """Draw a frame around a row's bars, from `left`."""
+    look = {"facecolor": "none", "edgecolor": "black", "linewidth": linewidth, "linestyle": linestyle}
+    ax.barh(row, size, left=left, height=0.7, **look)
 
 
 def stage_bars(ax: Axes, seconds: Mapping[str, Mapping[str, float]], *, title: str) -> None:
