@@ -4,7 +4,7 @@ plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
 plot_dissimilarity     how much each token changed since the previous frame
 plot_pruned_positions  the full layout of a prompt above the layout of the kept tokens
-plot_accuracy_curve    accuracy and time to the first token against the pruning rate
+plot_accuracy_curve    accuracy against the pruning rate
 """
 
 from collections.abc import Sequence
@@ -144,31 +144,15 @@ def plot_pruned_positions(
 
 
 def plot_accuracy_curve(
-    accuracy: dict[str, dict[float, float]],
-    relative: dict[str, dict[float, float]] | None = None,
-    *,
-    title: str = "accuracy and time to the first token",
-    ax: Axes | None = None,
+    accuracy: dict[str, dict[float, float]], *, title: str = "accuracy", ax: Axes | None = None
 ) -> Axes:
-    """Plot accuracy (left) and relative times or token counts (right) against the pruning rate.
-
-    accuracy: {name: {q: fraction}}. relative: {name: {q: value in any unit}}, or None; it is
-    divided by the value at the smallest rate.
-    Returns the left Axes; the right one, if any, is the last of its figure.
-    """
+    """Plot accuracy against the pruning rate, one line per name. accuracy: {name: {q: fraction}}."""
     ax = axes_or_new(ax, figsize=(7, 3.8))
-    lines = []
-    colors = (KEPT, HIGHLIGHT, "dimgrey")
     for i, (name, curve) in enumerate(accuracy.items()):
         percent = [100 * v for v in curve.values()]
-        lines += ax.plot(list(curve), percent, color=colors[i % 3], lw=2, marker="o", label=name)
+        color = (KEPT, HIGHLIGHT, "dimgrey")[i % 3]
+        ax.plot(list(curve), percent, color=color, lw=2, marker="o", label=name)
     ax.set(title=title, xlabel="pruning rate q", ylabel="accuracy (%)", ylim=(0, 104))
     ax.grid(alpha=0.25)
-    if relative:
-        right = ax.twinx()
-        for i, (name, curve) in enumerate(relative.items()):
-            shares = [v / curve[min(curve)] for v in curve.values()]
-            lines += right.plot(list(curve), shares, color=colors[i % 3], ls="--", marker="x", label=f"{name} (right)")
-        right.set(ylabel="relative to no pruning", ylim=(0, 1.04 * max(1.0, right.dataLim.y1)))
-    ax.legend(handles=lines, loc="lower left", fontsize=9)
+    ax.legend(loc="lower left", fontsize=9)
     return ax

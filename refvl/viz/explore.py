@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from refvl.model import VLM
     from refvl.viz.explorers.base import Explorer
 
-# the shipped models with M-RoPE
-SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
+PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
+SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}  # with M-RoPE
 
 
 def explore_windows(
@@ -83,42 +83,35 @@ def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "Explorer"
 
 
 def explore_positions(
-    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
-    image=None, clip=None,
-) -> "Explorer":  # fmt: skip
-    """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token, and delta.
+    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None
+) -> "Explorer":
+    """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token.
 
-    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: {name:
-    processor} of models with M-RoPE; image, clip: inputs of `load_image` and `load_video`. Their defaults are files of
-    the repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Without
-    `processors`, raises FileNotFoundError if the shipped data is not installed.
+    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide.
+    processors: {name: processor} of models with M-RoPE, by default those of the shipped models.
+    Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
+    FileNotFoundError if the shipped data is not installed.
     """
+    from refvl.families import load_processor, read_config
     from refvl.viz.explorers.positions import PositionsExplorer
 
+    check_clone("explore_positions")
     if processors is None:
-        from refvl.families import load_processor, read_config
-
-        check_clone("explore_positions without processors")
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
         processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}
-    image = DATA / "pictures" / "coffee.jpg" if image is None else image
-    clip = DATA / "clips" / "bigbuckbunny.mp4" if clip is None else clip
-    return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
+    return PositionsExplorer(processors, PHOTO, CLIP, second_per_grid=second_per_grid, side=side)
 
 
-def explore_position_rules(image=None, clip=None) -> "Explorer":
-    """Explore one sliced image and one video under four position rules: those of three models, and that of text.
+def explore_position_rules() -> "Explorer":
+    """Explore one sliced image and one video under four position rules: those of three models, and
+    that of text.
 
-    image, clip: inputs of `load_image` and `load_video`, by default files of the repository. Needs anywidget.
-    Raises FileNotFoundError without them if the shipped data is not installed.
+    Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
     """
     from refvl.viz.explorers.rules import PositionRulesExplorer
 
-    if image is None or clip is None:
-        check_clone("explore_position_rules without image and clip")
-    image = DATA / "pictures" / "coffee.jpg" if image is None else image
-    clip = DATA / "clips" / "bigbuckbunny.mp4" if clip is None else clip
-    return PositionRulesExplorer(image, clip)
+    check_clone("explore_position_rules")
+    return PositionRulesExplorer(PHOTO, CLIP)
 
 
 def explore_mrope() -> "Explorer":
@@ -201,11 +194,12 @@ def explore_assignment(
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
 
 
-def explore_costs(image=None) -> "Explorer":
-    """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of full-attention blocks.
+def explore_costs() -> "Explorer":
+    """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of
+    full-attention blocks.
 
-    image: anything `load_image` accepts, by default one of the repository. Sizes are those of the released 7B model.
-    Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
+    Sizes are those of the released 7B model. Needs anywidget. Raises FileNotFoundError if the
+    shipped data is not installed.
     """
     from refvl.encoders import Qwen2_5_VisionConfig
     from refvl.families import read_config
@@ -213,7 +207,7 @@ def explore_costs(image=None) -> "Explorer":
 
     check_clone("explore_costs")
     config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
-    return CostsExplorer(DATA / "pictures" / "coffee.jpg" if image is None else image, config)
+    return CostsExplorer(PHOTO, config)
 
 
 def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
@@ -225,10 +219,8 @@ def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) ->
     from refvl.viz.explorers.deepstack import DeepstackExplorer
 
     if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
-        raise ValueError(
-            f"model: expected a tower with DeepStack features, got {model.family.name}; load a Qwen3-VL, for example "
-            "tiny-qwen3_vl"
-        )
+        got = f"{model.family.name}; load a Qwen3-VL, for example tiny-qwen3_vl"
+        raise ValueError(f"model: expected a tower with DeepStack features, got {got}")
     return DeepstackExplorer(model, questions)
 
 

@@ -8,17 +8,19 @@ plot_ablations       what a model answers without each of its mechanisms, per ki
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from refvl.viz.bars import stage_bars
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on, stage_bars
+from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on
 
 if TYPE_CHECKING:
+    from refvl.study.costs import MediaPlan
     from refvl.study.report import Trace
 
 FAMILY_KEYS = {  # in THEMES
@@ -29,17 +31,7 @@ FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()
 RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "minimum time to the first token"}
 
 
-class Counts(Protocol):
-    """The counts of a media item: a `MediaPlan` of `refvl.study.costs`, or anything with both counts."""
-
-    @property
-    def patches(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
-def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "", ax: Axes | None = None) -> Axes:
+def plot_family_costs(plans: Mapping[str, Sequence["MediaPlan"]], *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw two bars per family on a logarithmic scale, patches (pale) and tokens, with their ratio in words.
 
     plans: for each family, the plans of the media items that its bars sum up.

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
 from refvl.study.costs import launch_timeline
+from refvl.viz.bars import item_bars, outline_bar
 from refvl.viz.positions import grid_of_axes, strip_of_axes
-from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, headed, item_bars, outline_bar
+from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, headed
 from refvl.viz.windows import sequence_colors
 
 _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
@@ -99,16 +100,17 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
 
 
 def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
+    colors = ""
     if buffer.ndim == 1:
         ax.plot(buffer.numpy(force=True), ".", ms=4, color="0.2")
         ax.set_ylabel("value", fontsize=8)
     else:
+        colors = " (colour: value)"
         rows = buffer.flatten(1).float().T
         high = float(rows.nan_to_num().abs().max()) or 1.0
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    colors = "" if buffer.ndim == 1 else " (colour: value)"
     ax.set_xlabel(f"position in the buffer{colors}", fontsize=8)
     ax.tick_params(labelsize=8)
 
@@ -126,28 +128,21 @@ def plot_packing(
     ends = [max(total, batch.budget or 0) for total, batch in zip(tokens, batches, strict=True)]
     widest = max([1, *ends])
     for row, (batch, total, end) in enumerate(zip(batches, tokens, ends, strict=True)):
-        item_bars(ax, row, batch.indices, output_tokens, colors, widest=widest, end=end)
+        item_bars(ax, row, batch.indices, output_tokens, colors, widest=widest, end=batch.budget)
+        said = "too large for a graph"
         if batch.budget is not None:
+            said = f"{1 - total / batch.budget:.0%} padding"
             outline_bar(ax, row, 0, batch.budget)
-        ax.text(end + 0.02 * widest, row, _row_report(batch, total), size=8, va="center")
+        ax.text(end + 0.02 * widest, row, f"{total} tokens, {said}", size=8, va="center")
     labels = ["eager" if batch.budget is None else f"graph of {batch.budget}" for batch in batches]
     ax.set_yticks(range(len(batches)), labels)
     ax.set(xlabel="output tokens (hatched: padding)", xlim=(0, 1.32 * widest), ylim=(max(len(batches), 1) - 0.5, -0.5))
-    ax.set_title(_packing_report(output_tokens, batches, title), fontsize=10)
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax
-
-
-def _row_report(batch: Batch, tokens: int) -> str:
-    if batch.budget is None:
-        return f"{tokens} tokens, too large for a graph"
-    return f"{tokens} tokens, {1 - tokens / batch.budget:.0%} padding"
-
-
-def _packing_report(output_tokens: Sequence[int], batches: Sequence[Batch], title: str) -> str:
     budgets = [batch.budget for batch in batches if batch.budget is not None]
     replays = f"{len(budgets)} replay{'s' * (len(budgets) != 1)}, budgets sum to {sum(budgets)}"
-    return headed(title, f"{replays}, {padding_waste(batches, output_tokens):.0%} padding")
+    report = f"{replays}, {padding_waste(batches, output_tokens):.0%} padding"
+    ax.set_title(headed(title, report), fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 
 def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:

@@ -11,7 +11,8 @@ from itertools import islice
 from matplotlib.axes import Axes
 
 from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import STAGE_COLORS, axes_or_new, headed, item_bars, outline_bar
+from refvl.viz.bars import item_bars, outline_bar
+from refvl.viz.style import STAGE_COLORS, axes_or_new, headed
 from refvl.viz.windows import sequence_colors
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}

@@ -19,26 +19,7 @@ from refvl.pixels.media import Video
 from refvl.positions import merge_block_coordinates
 from refvl.study.follow import ASK, Journey
 from refvl.study.report import layout_text
-from refvl.viz.tensor_figures import (
-    NUMBERED,
-    SHOWN_FRAMES,
-    WIDE,
-    address,
-    are_inverse,
-    as_tiles,
-    facts,
-    figure,
-    heat,
-    in_numbers,
-    in_words,
-    is_permutation,
-    mosaic,
-    picture,
-    small,
-    spread,
-    svg,
-    tensor_figure,
-)
+from refvl.viz import tensor_figures as draw
 
 SHOWN_TILES, SHOWN_SLICES, SHOWN_TOKENS, SHOWN_ITEMS = 320, 12, 160, 2
 LINE_END = "\N{RETURN SYMBOL}"
@@ -57,12 +38,13 @@ def values(journey: Journey, stage: str) -> list[str]:
             merged = [item.media_tokens.thw for item in run.patches]
             return [drawn for planned in run.metadata[:SHOWN_ITEMS] for drawn in _plan(planned, merged)]
         case "encode":
-            return [tensor_figure(f"embeddings of item {i + 1}", x) for i, x in enumerate(run.embeds[:SHOWN_ITEMS])]
+            embeds = enumerate(run.embeds[:SHOWN_ITEMS], 1)
+            return [draw.tensor_figure(f"embeddings of item {number}", x) for number, x in embeds]
         case "prune":
             return _pruned(run)
         case "merge":
             found = [("inputs_embeds", run.inputs_embeds), ("deepstack", run.deepstack)]
-            made = [tensor_figure(name, x) for name, x in found if x is not None and x.numel()]
+            made = [draw.tensor_figure(name, x) for name, x in found if x is not None and x.numel()]
             return [_prompt(journey), *made]
         case "positions":
             return [_positions(run)]
@@ -79,7 +61,7 @@ def first_picture(journey: Journey) -> str:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
         alt = "The middle frame of the video in question" if is_video else "The image in question"
-        return picture(small(image, 360), alt, width=180)
+        return draw.picture(draw.small(image, 360), alt, width=180)
     return ""
 
 
@@ -87,39 +69,39 @@ def _medium(medium: Any, number: int) -> str:
     """Return an image, or the frames of a video."""
     if isinstance(medium, Video):
         count = len(medium.frames)
-        shown = spread(count, SHOWN_FRAMES)
-        frames = np.stack([small(Image.fromarray(medium.frames[i]), 160) for i in shown])
+        shown = draw.spread(count, draw.SHOWN_FRAMES)
+        frames = np.stack([draw.small(Image.fromarray(medium.frames[i]), 160) for i in shown])
         alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, in order"
         numbers = ", ".join(map(str, medium.indices[:12])) + ", ..." * (len(medium.indices) > 12)
         caption = f"<b>frames</b> {medium.frames.shape} uint8; numbers in the file: {numbers}"
-        return figure(picture(mosaic(frames, 3, gap=4), alt, width=WIDE), caption)
+        return draw.figure(draw.picture(draw.mosaic(frames, 3, gap=4), alt, width=draw.WIDE), caption)
     alt = f"Image {number + 1} as it was decoded, {medium.width} x {medium.height} pixels"
     caption = f"<b>image</b> {medium.width} x {medium.height} pixels, RGB"
-    return figure(picture(small(medium, 360), alt, width=240), caption)
+    return draw.figure(draw.picture(draw.small(medium, 360), alt, width=240), caption)
 
 
 def _patches(item: Any) -> Iterator[str]:
     """Return the rows of an item in the tower's order, and the location on its grid from which each was cut."""
     rows = item.pixel_values.float().cpu()
     layout = f"<b>layout</b> {html.escape(layout_text(item.layout))}"
-    tiles = as_tiles(rows)
+    tiles = draw.as_tiles(rows)
     if tiles is not None and is_grid(item.layout):
         step = " of the first step" * (item.layout[0] > 1)
-        yield figure(_cut(tiles, item), f"{layout}; each patch{step} is labelled with the number of its row")
-        yield figure(_in_order(tiles, 12), "the same patches in the order of their rows")
+        yield draw.figure(_cut(tiles, item), f"{layout}; each patch{step} is labelled with the number of its row")
+        yield draw.figure(_in_order(tiles, 12), "the same patches in the order of their rows")
     elif tiles is not None and hasattr(item.layout[0], "slices"):
         sizes = [size for group in item.layout for size in group.slices]
-        yield figure(_slices(tiles, sizes), f"{layout}; rows are ordered slice by slice, line by line")
+        yield draw.figure(_slices(tiles, sizes), f"{layout}; rows are ordered slice by slice, line by line")
     elif tiles is not None:
-        yield figure(_in_order(tiles, 16), f"{layout}; patches in the order of their rows")
-    yield tensor_figure("pixel_values", rows)
+        yield draw.figure(_in_order(tiles, 16), f"{layout}; patches in the order of their rows")
+    yield draw.tensor_figure("pixel_values", rows)
 
 
 def _in_order(tiles: np.ndarray, across: int) -> str:
     """Return patches in the order of the rows."""
     shown = tiles[:SHOWN_TILES]
     alt = f"The first {len(shown)} of {len(tiles)} patches in the order of their rows, {across} per line"
-    return picture(mosaic(shown, across), alt, width=WIDE)
+    return draw.picture(draw.mosaic(shown, across), alt, width=draw.WIDE)
 
 
 def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
@@ -127,7 +109,7 @@ def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
     drawn, at = [], 0
     for number, (h, w) in enumerate(sizes[:SHOWN_SLICES], 1):
         alt = f"Slice {number} of {len(sizes)}, {h} x {w} patches"
-        drawn.append(picture(mosaic(tiles[at : at + h * w], w), alt, width=110))
+        drawn.append(draw.picture(draw.mosaic(tiles[at : at + h * w], w), alt, width=110))
         at += h * w
     return f'<div class="slices">{"".join(drawn)}</div>'
 
@@ -140,19 +122,17 @@ def _cut(tiles: np.ndarray, item: Any) -> str:
     order[tuple(places.T)] = torch.arange(h * w)
     if h * w > SHOWN_TILES:
         tiles = tiles[:, ::2, ::2] if h * w <= 4 * SHOWN_TILES else tiles[:, ::4, ::4]
-    sheet = mosaic(tiles[order.flatten()], w)
-    label = f"A grid of {h} x {w} patches; {in_words(order)}"
+    sheet = draw.mosaic(tiles[order.flatten()], w)
+    label = f"A grid of {h} x {w} patches; {draw.in_words(order)}"
     side = tiles.shape[1] + 2
-    numbers = [
-        f'<text x="{(x + 0.5) * side - 1}" y="{(y + 0.5) * side - 1}">{number}</text>'
-        for (y, x), number in np.ndenumerate(order.numpy())
-    ]
-    height, width = sheet.shape[:2]
-    return (
-        f'<svg class="cut" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width} {height}" '
-        f'style="font-size:{side * 0.42:.1f}px"><image href="{address(sheet)}" width="{width}" height="{height}"/>'
-        f"{''.join(numbers) if h * w <= NUMBERED else ''}</svg>"
-    )
+    parts = [f'<image href="{draw.address(sheet)}" width="{sheet.shape[1]}" height="{sheet.shape[0]}"/>']
+    if h * w <= draw.NUMBERED:
+        for (y, x), number in np.ndenumerate(order.numpy()):
+            middle = f'x="{(x + 0.5) * side - 1}" y="{(y + 0.5) * side - 1}"'
+            parts.append(f"<text {middle}>{number}</text>")
+    look = f'role="img" aria-label="{html.escape(label)}" style="font-size:{side * 0.42:.1f}px"'
+    size = f'viewBox="0 0 {sheet.shape[1]} {sheet.shape[0]}"'
+    return f'<svg class="cut" {look} {size}>{"".join(parts)}</svg>'
 
 
 def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]:
@@ -165,10 +145,10 @@ def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]
         if is_dataclass(value):
             yield from _plan(value, merged)
         elif isinstance(value, Tensor):
-            undone = [other for other, order in orders.items() if are_inverse(order, value)]
+            undone = [other for other, order in orders.items() if draw.are_inverse(order, value)]
             note = "".join(f"; the inverse of {other}" for other in undone)
-            yield figure("", facts(name, value) + note) if undone else tensor_figure(name, value, merged)
-            orders |= {name: value} if is_permutation(value) else {}
+            yield draw.figure("", draw.facts(name, value) + note) if undone else draw.tensor_figure(name, value, merged)
+            orders |= {name: value} if draw.is_permutation(value) else {}
     positions, frequencies = found.get("positions"), found.get("frequencies")
     if isinstance(positions, Tensor) and isinstance(frequencies, Tensor) and positions.ndim == 2:
         yield _angles(positions, frequencies)
@@ -178,7 +158,7 @@ def _angles(positions_N2: Tensor, frequencies: Tensor) -> str:
     """Return the angle by which each position rotates each rotary pair."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)
     note = f"cosines of the angles (positions times frequencies), {tuple(angles.shape)}; one line per position"
-    return figure(heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
+    return draw.figure(draw.heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
 
 
 def _pruned(run: Any) -> list[str]:
@@ -190,28 +170,28 @@ def _pruned(run: Any) -> list[str]:
     for i, mask in enumerate(run.keep_masks):
         if mask is None:
             continue
-        caption = f"<b>keep mask</b> of item {i + 1} {tuple(mask.shape)} bool; {in_numbers(mask)}"
-        found.append(figure(_kept(mask.cpu(), run.patches[i].media_tokens.thw, run.media[i], i), caption))
+        caption = f"<b>keep mask</b> of item {i + 1} {tuple(mask.shape)} bool; {draw.in_numbers(mask)}"
+        found.append(draw.figure(_kept(mask.cpu(), run.patches[i].media_tokens.thw, run.media[i], i), caption))
     return found
 
 
 def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> str:
     """Return the frames of a video; dropped cells are crossed out."""
     t, h, w = thw
-    shown, side = spread(t, SHOWN_FRAMES), 26
+    shown, side = draw.spread(t, draw.SHOWN_FRAMES), 26
     grid, parts = mask.view(t, h, w), []
     for i, step in enumerate(shown):
         left = i * (w + 0.4) * side
         if isinstance(medium, Video):
             frame = Image.fromarray(medium.frames[min(step * len(medium.frames) // t, len(medium.frames) - 1)])
             size = f'width="{w * side}" height="{h * side}" preserveAspectRatio="none"'
-            parts.append(f'<image href="{address(small(frame, 120))}" x="{left}" {size}/>')
+            parts.append(f'<image href="{draw.address(draw.small(frame, 120))}" x="{left}" {size}/>')
         for y, x in (~grid[step]).nonzero().tolist():
             place = f'transform="translate({left + x * side:.1f} {y * side})"'
             parts.append(f'<rect {place} width="{side}" height="{side}"/><path {place} d="M8 8l10 10m0-10l-10 10"/>')
     counts = ", ".join(f"{int(grid[step].sum())}" for step in shown)
     label = f"Tokens of video {number + 1} kept per step, out of {h * w}: {counts}"
-    return svg("kept", label, int((len(shown) * (w + 0.4) - 0.4) * side), h * side, "".join(parts))
+    return draw.svg("kept", label, int((len(shown) * (w + 0.4) - 0.4) * side), h * side, "".join(parts))
 
 
 def _prompt(journey: Journey) -> str:
@@ -222,20 +202,17 @@ def _prompt(journey: Journey) -> str:
     boxes: list[str] = []
     place = 0
     while place < len(ids) and len(boxes) < SHOWN_TOKENS:
-        count = spans.get(place, 0)
-        if count:
-            boxes.append(_rows_box(int(run.keep[place : place + count].sum()), count))
+        count = spans.get(place, 1)
+        if place in spans:
+            kept = int(run.keep[place : place + count].sum())
+            some = f"{kept} of {count}" if kept < count else f"{count}"
+            boxes.append(f'<span class="rows">{some} embedding{"s" * (count > 1)}</span>')
         else:
             text = journey.decode([ids[place]]).replace("\n", LINE_END)
             boxes.append(f"<span>{html.escape(text) or '&nbsp;'}</span>")
-        place += max(count, 1)
+        place += count
     more = "" if place == len(ids) else f" and {len(ids) - place} more"
-    return figure(f'<p class="prompt">{"".join(boxes)}{more}</p>', facts("input_ids", run.input_ids))
-
-
-def _rows_box(kept: int, count: int) -> str:
-    some = f"{count}" if kept == count else f"{kept} of {count}"
-    return f'<span class="rows">{some} embedding{"s" * (count > 1)}</span>'
+    return draw.figure(f'<p class="prompt">{"".join(boxes)}{more}</p>', draw.facts("input_ids", run.input_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +223,7 @@ class _Plot:
     high: int  # the largest position
     left: int = 28
     top: int = 8
-    width: int = WIDE - 36
+    width: int = draw.WIDE - 36
     height: int = 190
 
     def x(self, token: float) -> float:
@@ -284,8 +261,8 @@ def _positions(run: Any) -> str:
     parts += [plot.text(plot.x(right), bottom + 16, "end", f"token {right}")] * (right > 0)
     label = f"Positions of {plot.tokens} tokens: t, h and w range from 0 to {plot.high}; media tokens are shaded"
     note = f"generated tokens continue at position {plot.tokens} + delta, with delta {run.delta}"
-    drawn = svg("positions", label, WIDE, plot.height + 52, "".join(parts))
-    return figure(drawn, f"<b>positions</b> {tuple(positions.shape)}; {note}")
+    drawn = draw.svg("positions", label, draw.WIDE, plot.height + 52, "".join(parts))
+    return draw.figure(drawn, f"<b>positions</b> {tuple(positions.shape)}; {note}")
 
 
 def _scores(journey: Journey) -> str:
@@ -297,8 +274,8 @@ def _scores(journey: Journey) -> str:
         f'<td class="bar"><span style="width:{max(share, 0.005):.1%}"></span></td></tr>'
         for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     )
-    caption = f"<b>scores</b> ({len(shares)},); {in_numbers(journey.scores[0])}; above: the most likely tokens"
-    return figure(f'<table><tr><th>first token</th><th colspan="2">probability</th></tr>{lines}</table>', caption)
+    caption = f"<b>scores</b> ({len(shares)},); {draw.in_numbers(journey.scores[0])}; above: the most likely tokens"
+    return draw.figure(f'<table><tr><th>first token</th><th colspan="2">probability</th></tr>{lines}</table>', caption)
 
 
 def _answer(journey: Journey) -> str:
@@ -311,7 +288,7 @@ def _answer(journey: Journey) -> str:
         for i, token in enumerate(ids)
     )
     table = f"<table><tr><th>id</th><th>token</th><th>probability</th></tr>{lines}</table>"
-    return figure(table, f"<b>text</b> {html.escape(journey.trace.text)}")
+    return draw.figure(table, f"<b>text</b> {html.escape(journey.trace.text)}")
 
 
 def _word(journey: Journey, token: int) -> str:

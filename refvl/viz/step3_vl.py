@@ -16,20 +16,13 @@ from PIL import Image
 from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
+from refvl.viz.bars import item_bars, outline_bar
 from refvl.viz.minicpmv import number_piece, preview
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import (
-    HIGHLIGHT,
-    STAGE_COLORS,
-    TOKEN_COLORS,
-    axes_or_new,
-    headed,
-    image_axes,
-    ink_on,
-    item_bars,
-    outline_bar,
-)
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, headed, image_axes, ink_on
 from refvl.viz.windows import sequence_colors
+
+RATIOS = ((1, 1), (4, 3), (16, 9), (5, 1))  # width : height
 
 
 def plot_crops(
@@ -100,21 +93,14 @@ def plot_crop_prompt(
     return ax
 
 
-def plot_crop_tokens(
-    config: CropConfig = RELEASED,
-    *,
-    ratios: Sequence[tuple[int, int]] = ((1, 1), (4, 3), (16, 9), (5, 1)),
-    max_side: int = 4000,
-    crop_tokens: int = 81,
-    image_tokens: int = 169,
-    ax: Axes | None = None,
-) -> Axes:
-    """Plot the prompt tokens of an image against its long side, one line per aspect ratio (width, height)."""
+def plot_crop_tokens(config: CropConfig = RELEASED, *, ax: Axes | None = None) -> Axes:
+    """Plot the prompt tokens of an image against its long side, one line per aspect ratio of `RATIOS`."""
     ax = axes_or_new(ax, figsize=(8, 4))
-    sides = np.arange(max_side // 400, max_side + 1, max(1, max_side // 400))
-    for (width, height), color in zip(ratios, STAGE_COLORS, strict=False):
+    sides = np.arange(10, 4001, 10)
+    cost = {"crop_tokens": config.crop_tokens, "image_tokens": config.image_tokens}
+    for (width, height), color in zip(RATIOS, STAGE_COLORS, strict=False):
         plans = [plan_crops(int(side), max(1, int(side) * height // width), config) for side in sides]
-        counts = [count_prompt_tokens(p.layout, crop_tokens=crop_tokens, image_tokens=image_tokens) for p in plans]
+        counts = [count_prompt_tokens(plan.layout, **cost) for plan in plans]
         ax.step(sides, counts, where="mid", color=color, lw=1.8, label=f"{width} : {height}")
     ax.axvline(config.image_size, color="0.6", ls=":", lw=1, label=f"{config.image_size} px: the overview's side")
     ax.axvline(config.max_side, color="0.3", ls="--", lw=1, label=f"{config.max_side} px: scaled down from here")
@@ -138,11 +124,12 @@ def plot_path_timeline(
     whole = max(1, sum(batch.budget or batch.tokens for batch in batches))
     start = 0
     for batch in batches:
-        lane, end = paths.index(batch.path), start + (batch.budget or batch.tokens)
+        lane, length = paths.index(batch.path), batch.budget or batch.tokens
         tokens = {i: path_tokens[i][batch.path] for i in batch.indices}
+        end = start + length if batch.budget else None
         item_bars(ax, lane, tokens, tokens, colors, widest=whole, left=start, end=end)
-        outline_bar(ax, lane, start, end - start, linewidth=1.2, linestyle="-" if batch.budget else "--")
-        start = end
+        outline_bar(ax, lane, start, length, linewidth=1.2, linestyle="-" if batch.budget else "--")
+        start += length
     ax.set_yticks(range(len(paths)), paths)
     ax.set(xlim=(0, 1.005 * whole), ylim=(max(1, len(paths)) - 0.5, -0.5))
     ax.set_xlabel("output tokens computed so far (hatched: padding)")

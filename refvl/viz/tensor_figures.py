@@ -23,6 +23,7 @@ from torch import Tensor
 
 from refvl.positions import invert_permutation
 from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
+from refvl.viz.windows import sequence_colors
 
 WIDE, NARROW = 360, 170  # the largest width of a drawing in page pixels, alone and next to another one
 NUMBERED = 64  # a drawing with more cells has no numbers in them
@@ -110,7 +111,7 @@ def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> 
     t, h, w = fits[0]
     frames, side = min(t, SHOWN_FRAMES), 26
     grid = places.view(t, h, w)[:frames]
-    colors = sequence_hex(len(order))
+    colors = [to_hex(color) for color in sequence_colors(len(order))]
     cells = []
     for f, y, x in np.ndindex(frames, h, w):
         left, top, place = (f * (w + 0.5) + x) * side, y * side, int(grid[f, y, x])
@@ -191,11 +192,6 @@ def svg(kind: str, label: str, width: int, height: int, inside: str) -> str:
     """Return a drawing with words for readers who do not see it. kind: its class in the style sheet."""
     size = f'viewBox="0 0 {width} {height}" width="{min(width, WIDE)}"'
     return f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}" {size}>{inside}</svg>'
-
-
-def sequence_hex(count: int) -> list[str]:
-    """Return colours from first to last."""
-    return [to_hex(c) for c in plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*SEQUENCE_RANGES["light"], max(count, 1)))]
 
 
 def small(image: Image.Image, side: int) -> np.ndarray:

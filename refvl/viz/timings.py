@@ -14,7 +14,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatter
 
-from refvl.viz.style import STAGE_COLORS, axes_or_new, stage_bars
+from refvl.viz.bars import stage_bars
+from refvl.viz.style import STAGE_COLORS, axes_or_new
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace

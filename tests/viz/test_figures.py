@@ -97,8 +97,8 @@ SINGLE = {  # how it is drawn, and what is shown
     "places": (lambda ax: viz.plot_place_answers(TRUE, SAID, ["left", "right"], title="x", ax=ax), {
         texts: ["2", "1", "1"], "where": [(0, 0), (1, 0), (2, 1)], "title": "x: 2 of 4 correct",
     }),
-    "accuracy": (lambda ax: viz.plot_accuracy_curve(ACCURACY, {"time": {0.9: 3.0, 0.0: 4.0}}, ax=ax), {
-        lines: [[[0, 100], [0.5, 75]], [[0, 50], [0.5, 25]]], legend: ["motion", "color", "time (right)"],
+    "accuracy": (lambda ax: viz.plot_accuracy_curve(ACCURACY, ax=ax), {
+        lines: [[[0, 100], [0.5, 75]], [[0, 50], [0.5, 25]]], legend: ["motion", "color"],
     }),
     "crop prompt": (lambda ax: viz.plot_crop_prompt(CropLayout(2, 2), crop_tokens=9, image_tokens=25, ax=ax), {
         # crops with two separators each, a newline between two rows, the overview

@@ -32,6 +32,7 @@ from refvl.positions import (
 )
 from refvl.positions.timestamps import VARIANTS, sample_video_frames
 from refvl.study.boxes import from_picture, to_picture
+from refvl.viz.step3_vl import RATIOS
 from refvl.viz.style import HIGHLIGHT, PRUNED, TOKEN_COLORS
 
 CONFIG = PatchConfig()
@@ -258,11 +259,12 @@ def test_crops_are_drawn_where_the_picture_is_cut():
 
 
 def test_tokens_by_size_are_those_of_the_plans(ax):
-    tokens = {"crop_tokens": 1, "image_tokens": 4}
-    viz.plot_crop_tokens(CROPS, ratios=[(2, 1)], max_side=400, **tokens, ax=ax)
-    for side, count in ax.lines[0].get_xydata()[::40]:
-        layout = plan_crops(int(side), max(1, int(side) // 2), CROPS).layout
-        assert count == count_prompt_tokens(layout, **tokens)
+    tokens = {"crop_tokens": CROPS.crop_tokens, "image_tokens": CROPS.image_tokens}
+    viz.plot_crop_tokens(CROPS, ax=ax)
+    for line, (width, height) in zip(ax.lines, RATIOS, strict=False):
+        for side, count in line.get_xydata()[::40]:
+            layout = plan_crops(int(side), max(1, int(side) * height // width), CROPS).layout
+            assert count == count_prompt_tokens(layout, **tokens)
 
 
 def test_rotary_maps_turn_with_rows_above_and_columns_below():

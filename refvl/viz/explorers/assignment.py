@@ -1,6 +1,5 @@
 """Assignment: images of many sizes arrive, one of two rules assigns them to devices, and all wait for the slowest."""
 
-import itertools
 from collections.abc import Sequence
 from itertools import islice
 
@@ -24,17 +23,14 @@ class AssignmentExplorer(Explorer):
         self.sizes, self.unit = list(sizes), unit
         arrivals, groups = range(1, len(self.sizes) + 1), range(1, max_ranks + 1)
         rows: dict[tuple, dict] = {}
-        speed_ups = {
-            items: np.array([[get_speed_up(deal(self.sizes[:items], n)[2]) for n in groups] for deal in RULES.values()])
-            for items in arrivals
-        }
-        for items, n in itertools.product(arrivals, groups):
-            dealt = {rule: deal(self.sizes[:items], n) for rule, deal in RULES.items()}
-            if len({str(assignment) for assignment in dealt.values()}) == 1:
-                dealt = {EITHER: dealt["by size"]}
-            rows |= {
-                (items, n, rule): self._row(items, assignment, speed_ups[items]) for rule, assignment in dealt.items()
-            }
+        for items in arrivals:
+            dealt = {rule: [deal(self.sizes[:items], n) for n in groups] for rule, deal in RULES.items()}
+            speed_ups = np.array([[get_speed_up(loads) for _, _, loads in each] for each in dealt.values()])
+            for n, (by_size, by_count) in enumerate(zip(*dealt.values(), strict=True), 1):
+                alike = str(by_size) == str(by_count)
+                rules = {EITHER: by_size} if alike else dict(zip(RULES, (by_size, by_count), strict=True))
+                for rule, assignment in rules.items():
+                    rows[items, n, rule] = self._row(items, assignment, speed_ups)
         controls = [
             Control("items", "images", arrivals, kind="player", plays="add images"),
             Control("ranks", "devices", groups),
@@ -42,9 +38,7 @@ class AssignmentExplorer(Explorer):
         ]
         middle = max(1, 3 * len(self.sizes) // 4)
         start = next(state for state in rows if state[:2] == (middle, ranks))
-        super().__init__(
-            controls, list(rows.values()), shared={"unit": unit, "ranks": max_ranks}, states=list(rows), start=start
-        )
+        super().__init__(controls, rows, shared={"unit": unit, "ranks": max_ranks}, start=start)
 
     def _row(self, items: int, assignment, speed_ups: np.ndarray) -> dict:
         """Return the data of a state. speed_ups: (rules, ranks) for these items."""

@@ -72,7 +72,8 @@ class Control:
 class Explorer(anywidget.AnyWidget):
     """A table of states and a script that draws it; see `refvl.viz.explorers` for how to write one.
 
-    index: the current state. selected: the item that the reader chose, -1 for none; each subclass defines its items.
+    index: the current state. selected: the item that the reader chose, -1 for none; each subclass
+    defines its items.
     The reader and Python can set both. Raises ValueError if there is not one row per state, or `start` is not a state.
     title, asks, terms, action, takeaway: what its page says, from `words.toml`: the question that it asks, an
     explanation of the terms, something to try, and the conclusion.
@@ -92,20 +93,17 @@ class Explorer(anywidget.AnyWidget):
         for part, text in words(cls.__module__.rpartition(".")[2]).items():
             setattr(cls, part, text)
 
-    def __init__(
-        self,
-        controls: Sequence[Control],
-        rows: Sequence[Mapping[str, Any]] = (),
-        *,
-        shared: Mapping[str, Any] | None = None,
-        states: Sequence[tuple] | None = None,
-        start: tuple | None = None,
-    ):
+    def __init__(self, controls: Sequence[Control], rows: Any = (), **table: Any):
         super().__init__(palette=palette(), name=self.title)
-        self.fill(controls, rows, shared=shared, states=states, start=start)
+        self.fill(controls, rows, **table)
 
     def fill(self, controls, rows=(), *, shared=None, states=None, start=None) -> None:
-        """Replace the table and redraw the explorer; the arguments are those of the class."""
+        """Replace the table and redraw the explorer; the arguments are those of the class.
+
+        rows: one per state in order, or a dict of state -> row, whose keys are the `states`.
+        """
+        if isinstance(rows, Mapping):
+            states, rows = list(rows), list(rows.values())
         offered = [list(control.options) for control in controls]
         every = list(itertools.product(*offered)) if states is None else [tuple(state) for state in states]
         if rows and len(rows) != len(every):

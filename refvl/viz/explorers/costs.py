@@ -29,19 +29,18 @@ class CostsExplorer(Explorer):
         self.config, self.image = config, ImageOps.fit(load_image(image).convert("RGB"), (400, 400))
         counts = sorted({2**i for i in range(config.depth.bit_length()) if 2**i < config.depth} | {0, config.depth})
         released = min(counts, key=lambda count: abs(count - len(config.fullatt_block_indexes)))
-        states = [
-            (side, full, window)
+        rows = {
+            (side, full, window): self._row(side, full, window)
             for side, full, window in itertools.product(SIDES, counts, WINDOWS)
             if full < config.depth or window == WINDOWS[0]  # the window size has no effect if no block uses windows
-        ]
+        }
         controls = [
             Control("side", "image, px", SIDES),
             Control("full", "blocks with full attention", counts),
             Control("window", "window, px", WINDOWS, kind="menu"),
         ]
         shared = {"photo": photo(self.image), "depth": config.depth, "patch": config.patch_size}
-        rows = [self._row(*state) for state in states]
-        super().__init__(controls, rows, shared=shared, states=states, start=(START[0], released, START[1]))
+        super().__init__(controls, rows, shared=shared, start=(START[0], released, START[1]))
         across = START[0] // START[1]
         self.selected = (across // 3) * across + across // 2
 

@@ -59,7 +59,7 @@ class EvsExplorer(Explorer):
         ]
         first = len(clips) == 1  # then there is no video to choose
         return {
-            "controls": controls[first:], "rows": list(states.values()), "states": [state[first:] for state in states],
+            "controls": controls[first:], "rows": {state[first:]: row for state, row in states.items()},
             "shared": {"clips": [clip["shared"] for clip in clips]}, "start": start[first:],
         }  # fmt: skip
 

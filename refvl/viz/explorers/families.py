@@ -37,9 +37,7 @@ class FamiliesExplorer(Explorer):
             "curves": {kind: [row for (of, _), row in rows.items() if of == kind] for kind in kinds},
         }
         images = [state for state in rows if state[0] == kinds[0]]
-        super().__init__(
-            controls, list(rows.values()), shared=shared, states=list(rows), start=images[len(images) // 2]
-        )
+        super().__init__(controls, rows, shared=shared, start=images[len(images) // 2])
 
     def figure(self) -> Figure:
         figure, axes = plt.subplots(1, len(RACE), figsize=(13, 3.2), layout="constrained")

@@ -60,7 +60,7 @@ class PackingExplorer(Explorer):
             "largest": [max(tokens) for tokens in self.arrivals.values()],
             "widest": self.budgets[-1],
         }
-        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=self._middle(rows))
+        super().__init__(controls, rows, shared=shared, start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:
         """Return the batches: the images that share each replay."""

@@ -89,7 +89,7 @@ class PositionsExplorer(Explorer):
             "image": photo(self.image, side=240),
             "frames": [photo(frame, side=160) for frame in self.frames],
         }
-        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=start)
+        super().__init__(controls, found, shared=shared, start=start)
         image_tokens = (found[start]["kinds"] == 1).nonzero().flatten()
         self.selected = int(image_tokens[len(image_tokens) // 2])
 

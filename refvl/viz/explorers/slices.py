@@ -51,7 +51,7 @@ class SlicesExplorer(Explorer):
             "overview": crops.image_size, "most": model.processor.image_config.max_slice_nums if model else 0,
         }  # fmt: skip
         start = min(rows, key=lambda s: (s[0] != "3 : 2", abs(s[1] - 2136)))
-        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
+        super().__init__(controls, rows, shared=shared, start=start)
 
     @property
     def queries(self) -> int:

@@ -32,21 +32,18 @@ class TimelineExplorer(Explorer):
             Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
         shared = {"rules": [RELEASES[name] for name in VARIANTS], "words": [WORDS[name] for name in VARIANTS]}
-        super().__init__(
-            controls, [self._row(*state) for state in states], shared=shared, states=states, start=(fps, duration)
-        )
+        rows = {state: self._row(*state) for state in states}
+        super().__init__(controls, rows, shared=shared, start=(fps, duration))
         self.selected = VARIANTS.index(variant)
 
     def _row(self, fps: float, duration: float) -> dict:
         """Return the video's number of frames and, per rule, the sampled indices, two per step, and the timestamps."""
         frames = max(1, round(duration * fps))
-        sampled = [sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration) for name in VARIANTS]
-        return {
-            "frames": frames,
-            "sampled": [
-                {"indices": np.array(sample.indices), "timestamps": np.array(sample.timestamps)} for sample in sampled
-            ],
-        }
+        sampled = []
+        for name in VARIANTS:
+            sample = sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration)
+            sampled.append({"indices": np.array(sample.indices), "timestamps": np.array(sample.timestamps)})
+        return {"frames": frames, "sampled": sampled}
 
     def figure(self) -> Figure:
         fps, duration = self.states[self.index]

@@ -52,7 +52,7 @@ class WindowsExplorer(Explorer):
         }  # fmt: skip
         rows = {state[: len(controls)]: row for state, row in found.items()}
         start = _middle(rows)
-        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
+        super().__init__(controls, rows, shared=shared, start=start)
         self.selected = _inside(rows[start], 0.6)
 
     def figure(self) -> Figure:

@@ -34,6 +34,11 @@ LIVE = {"tiny-qwen2_5_vl": "Qwen2.5-VL", "tiny-qwen3_vl": "Qwen3-VL"}  # checkpo
 PHOTOS = {"coffee": "a cup of coffee", "chelsea": "a cat", "rocket": "a rocket", "astronaut": "an astronaut"}
 PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # as `model.js` names tensors
 SITE = {"tiny-qwen2_5_vl": "live.html", "tiny-qwen3_vl": "live-qwen3_vl.html"}  # their pages in `make site`
+SIZES = (  # settings that `model.js` reads
+    "hidden_size", "num_heads", "depth", "fullatt_block_indexes", "window_size", "num_position_embeddings",
+    "deepstack_visual_indexes", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
+    "rope_parameters",
+)  # fmt: skip
 IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.M)
 
 
@@ -137,19 +142,17 @@ def settings(folder: Path) -> dict[str, Any]:
         pixels["timeStep"] = vision["tokens_per_second"] * video.temporal_patch_size / video.fps
         kinds["clip"] = prompt(processor, "video", DATA / "clips" / "scene.mp4")
     eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    keep = (
-        "hidden_size", "num_heads", "depth", "fullatt_block_indexes", "window_size", "num_position_embeddings",
-        "deepstack_visual_indexes", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
-        "rope_parameters",
-    )  # fmt: skip
-    model = {
-        part: {k: v for k, v in sizes.items() if k in keep} for part, sizes in (("vision", vision), ("text", text))
-    }
+    model = {"vision": _sizes(vision), "text": _sizes(text)}
     photos = {name: {"what": what, "src": photo(name)} for name, what in PHOTOS.items()}
     return {
         "config": model | {"pixels": pixels, "tokens": {"eos": eos}},
         "tokenizer": vocabulary(folder), "prompts": kinds, "photos": photos,
     }  # fmt: skip
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `SIZES`."""
+    return {name: value for name, value in config.items() if name in SIZES}
 
 
 def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
@@ -161,12 +164,9 @@ def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
     first, last = ids.index(pad), len(ids) - ids[::-1].index(pad)
     asked = ids.index(question, last)
     return {
-        "before": ids[:first],
-        "pad": pad,
-        "count": last - first,
-        "between": ids[last:asked],
-        "after": ids[asked + 1 :],
-    }
+        "before": ids[:first], "pad": pad, "count": last - first,
+        "between": ids[last:asked], "after": ids[asked + 1 :],
+    }  # fmt: skip
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
