@@ -314,14 +314,10 @@ def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> Any:
 
 
 def _resolve_device(device: str | int | torch.device) -> torch.device:
-    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
-        raise TypeError(f"device: expected a name, a number or a torch.device, got {type(device).__name__}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with blame("device"):
         device = torch.device(device)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"device: {device!r} is not a torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} needs CUDA, but this machine has no CUDA device")
     if device == torch.device("cuda"):  # with an index, because each thread has its own current device

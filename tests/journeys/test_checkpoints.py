@@ -124,7 +124,7 @@ def test_nothing_there(tmp_path):
     ("kwargs", "message"),
     [
         ({"weights": "none"}, "weights: expected 'checkpoint' or 'random'"),
-        ({"device": "nowhere"}, "device: 'nowhere' is not a torch device"),
+        ({"device": "nowhere"}, "device: Expected one of cpu, cuda"),
         ({"dtype": "int8"}, "dtype: expected"),
         ({"attention": "fast"}, "attention: expected one of"),
     ],
