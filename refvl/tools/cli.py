@@ -314,9 +314,7 @@ def check_gpu(
     thorough: Annotated[
         bool, typer.Option("--all/--quick", help="run every check, or only those that fit in a minute")
     ] = False,
-    out: Annotated[
-        str, typer.Option(help="the JSON file; a zip file to attach to an issue is written next to it")
-    ] = "check-gpu.json",
+    out: Annotated[str, typer.Option(help="the JSON file to attach to an issue")] = "check-gpu.json",
 ):
     """Check a CUDA device: attention, towers, answers, graphs, streams and timings.
 
@@ -333,7 +331,7 @@ def check_gpu(
         faulthandler.cancel_dump_traceback_later()
     for table in checks.tables(result):
         Console().print(table)
-    print(f"{checks.verdict(result)}; attach {Path(out).with_suffix('.zip')} to an issue")
+    print(f"{checks.verdict(result)}; attach {out} to an issue")
     raise SystemExit(0 if result["passed"] else 1)
 
 
