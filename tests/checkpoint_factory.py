@@ -1,10 +1,12 @@
-"""Small checkpoints with random weights in the genuine layout, and transformers' model of the same weights.
+"""Small checkpoints with random weights in the genuine layout, and transformers' model of the same
+weights.
 
-Weights are drawn wide, so that greedy decoding wanders through the vocabulary: a wrong position or a shifted row
-changes the ids.
+Weights are drawn wide, so that greedy decoding wanders through the vocabulary: a wrong position or
+a shifted row changes the ids.
 """
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -43,11 +45,32 @@ def original_name(name: str) -> str:
 
 
 def make_checkpoint(folder: Path, *, seed: int = 0, **changes) -> Path:
-    """Write a random checkpoint to `folder`; changes go to the top of config.json (`text_config` ones are merged)."""
+    """Write a random checkpoint to `folder`; changes go to the top of config.json (`text_config`
+    ones are merged)."""
     config = TINY_QWEN.config()
     config["text_config"] |= changes.pop("text_config", {})
     config |= changes
     TINY_QWEN.write_checkpoint(folder, config, random_weights(config, seed))
+    return folder
+
+
+def write_json(folder: Path, files: dict[str, dict]) -> Path:
+    """Write objects by the names of their files."""
+    for name, values in files.items():
+        (folder / name).write_text(json.dumps(values, indent=2))
+    return folder
+
+
+def change_json(file: Path, change: Callable[[dict], dict]) -> None:
+    """Write what `change` returns for the object in a file."""
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def change_weights(folder: Path, change: Callable[[dict], dict]) -> Path:
+    """Write what `change` returns for the weights by name, as one file."""
+    weights = change(load_file(folder / "model.safetensors"))
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -138,10 +161,9 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
             "video_processor_type": f"{name}VideoProcessor", "size": clip | {"longest_edge": 10 * 90**2},
         },
     }  # fmt: skip
-    for file, values in files.items():
-        values = values | ({"processor_class": processor_class} if file.endswith("preprocessor_config.json") else {})
-        (folder / file).write_text(json.dumps(values, indent=2))
-    return folder
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        files[name]["processor_class"] = processor_class
+    return write_json(folder, files)
 
 
 QWEN3_TEXT = {  # what the text models of each model_type have besides the tiny Qwen3-VL's sizes
@@ -167,7 +189,8 @@ QWEN3_TEXT["qwen3_5_moe"] = QWEN3_TEXT["qwen3_5"] | {
 
 
 def qwen3_config(model_type: str) -> dict:
-    """The dict of a Qwen3-VL or Qwen3.5 config.json: the tiny Qwen3-VL's towers, three layers of each text model."""
+    """The dict of a Qwen3-VL or Qwen3.5 config.json: the tiny Qwen3-VL's towers, three layers of
+    each text model."""
     config = TINY_QWEN3.config()
     config["text_config"] |= QWEN3_TEXT[model_type]
     config["vision_config"] |= {"model_type": f"{model_type}_vision"}
@@ -177,7 +200,8 @@ def qwen3_config(model_type: str) -> dict:
 
 
 def make_qwen3_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Path:
-    """Write a random Qwen3-VL or Qwen3.5 checkpoint to `folder`, weights as transformers saves them."""
+    """Write a random Qwen3-VL or Qwen3.5 checkpoint to `folder`, weights as transformers saves
+    them."""
     config = qwen3_config(model_type)
     save_random_model(folder, config, seed)
     TINY_QWEN3.copy_files(folder)
@@ -206,7 +230,8 @@ def step3_tokenizer():
 
 
 def step3_config() -> dict:
-    """The dict of a Step3 config.json: a dense layer and one with experts, overviews of 4 tokens, crops of 1."""
+    """The dict of a Step3 config.json: a dense layer and one with experts, overviews of 4 tokens,
+    crops of 1."""
     token = step3_tokenizer().token_to_id
     return {
         "architectures": ["Step3VLForConditionalGeneration"],
@@ -233,7 +258,8 @@ def step3_config() -> dict:
 
 
 def make_step3_checkpoint(folder: Path, *, seed: int = 0, naming=lambda name: name) -> Path:
-    """Write a random Step3 checkpoint to `folder`; `naming`: name in the released checkpoint -> name in this one."""
+    """Write a random Step3 checkpoint to `folder`; `naming`: name in the released checkpoint ->
+    name in this one."""
     config, folder = step3_config(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = AutoConfig.for_model(**config)
@@ -262,13 +288,12 @@ def write_step3_files(folder: Path, config: dict) -> Path:
             "eos_token": "<|EOT|>", "pad_token": "<|end_of_sentence|>",
         },
     }  # fmt: skip
-    for file, values in files.items():
-        (folder / file).write_text(json.dumps(values, indent=2))
-    return folder
+    return write_json(folder, files)
 
 
 def step_vl_config(model_type: str) -> dict:
-    """The dict of config.json of Step3-VL-10B ("step_robotics") or Step-3.7 ("step3p7"), under the released names."""
+    """The dict of config.json of Step3-VL-10B ("step_robotics") or Step-3.7 ("step3p7"), under the
+    released names."""
     token = step3_tokenizer().token_to_id
     text = {
         "vocab_size": -(-step3_tokenizer().get_vocab_size() // 64) * 64, "hidden_size": 96, "intermediate_size": 128,
@@ -293,7 +318,8 @@ def step_vl_config(model_type: str) -> dict:
 
 
 def make_step_vl_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Path:
-    """Write a random checkpoint in the released layout, which is how transformers saves Step-3.7: rotary neighbours.
+    """Write a random checkpoint in the released layout, which is how transformers saves Step-3.7:
+    rotary neighbours.
 
     Step3-VL-10B is Step-3.7's tower with Qwen3 as its text model.
     """
@@ -333,7 +359,8 @@ def folded_tokenizer():
 
 
 def folded_config(model_type: str, mode: str = "16x") -> dict:
-    """The dict of config.json of MiniCPM-V 4.6 ("minicpmv4_6") or 4.7: Qwen3.5's text model, a small SigLIP."""
+    """The dict of config.json of MiniCPM-V 4.6 ("minicpmv4_6") or 4.7: Qwen3.5's text model, a
+    small SigLIP."""
     config, token = qwen3_config("qwen3_5"), folded_tokenizer().token_to_id
     text = config["text_config"] | {"vocab_size": -(-folded_tokenizer().get_vocab_size() // 64) * 64}
     names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
@@ -352,7 +379,8 @@ def folded_config(model_type: str, mode: str = "16x") -> dict:
 
 
 def make_folded_checkpoint(folder: Path, model_type: str, *, mode: str = "16x", seed: int = 0) -> Path:
-    """Write a random MiniCPM-V 4.6 or 4.7 checkpoint to `folder`, as transformers saves it, which is the release's."""
+    """Write a random MiniCPM-V 4.6 or 4.7 checkpoint to `folder`, as transformers saves it, which
+    is the release's."""
     config = folded_config(model_type, mode)
     save_random_model(folder, config, seed)
     folded_tokenizer().save(str(folder / "tokenizer.json"))
@@ -373,6 +401,4 @@ def make_folded_checkpoint(folder: Path, model_type: str, *, mode: str = "16x", 
         "preprocessor_config.json": {"image_processor_type": "MiniCPMV4_6ImageProcessor", **settings},
         "video_preprocessor_config.json": {"video_processor_type": "MiniCPMV4_6VideoProcessor", **settings},
     }  # fmt: skip
-    for file, values in files.items():
-        (folder / file).write_text(json.dumps(values, indent=2))
-    return folder
+    return write_json(folder, files)

@@ -1,7 +1,8 @@
-"""Small MiniCPM-V checkpoints with random weights: the released files' flat config, names and side files.
+"""Small MiniCPM-V checkpoints with random weights: the released files' flat config, names and side
+files.
 
-Names and shapes of vision and resampler are written out here, not taken from refvl. Weights are drawn wide, so that
-greedy decoding wanders through the vocabulary.
+Names and shapes of vision and resampler are written out here, not taken from refvl. Weights are
+drawn wide, so that greedy decoding wanders through the vocabulary.
 """
 
 import json

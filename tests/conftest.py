@@ -1,4 +1,5 @@
-"""Fixtures that several test files share, and what must happen before any of them imports transformers."""
+"""Fixtures that several test files share, and what must happen before any of them imports
+transformers."""
 
 import importlib.util
 import os
@@ -15,10 +16,11 @@ from refvl.paths import DATA
 
 
 def _complete_torchvision():
-    """Let torchvision be imported where it was installed alone, as an oracle: without its compiled operators.
+    """Let torchvision be imported where it was installed alone, as an oracle: without its compiled
+    operators.
 
-    Its import then fails for want of two operators, and with it that of transformers; empty definitions are enough.
-    Returns what must stay alive.
+    Its import then fails for want of two operators, and with it that of transformers; empty
+    definitions are enough. Returns what must stay alive.
     """
     if importlib.util.find_spec("torchvision") is None:
         return None
@@ -74,9 +76,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _rest_coverage(items) -> None:
-    """Coverage, which makes Python half as slow again, rests where a test repeats what others have run.
+    """Coverage, which makes Python half as slow again, rests where a test repeats what others have
+    run.
 
-    That is in property tests, on trained models, on hostile input, and from a test's fourth case on.
+    That is in property tests, on trained models, on hostile input, and from a test's fourth case
+    on.
     """
     cases = Counter()
     for item in items:
@@ -94,8 +98,25 @@ def clip() -> Path:
 
 
 @pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    """A random Qwen2.5-VL checkpoint, which tests leave as it is."""
+    from random_models import random_folder
+
+    return random_folder("Qwen2.5-VL")
+
+
+@pytest.fixture(scope="session")
+def vlm():
+    """Its model, which tests leave as it is."""
+    from random_models import random_model
+
+    return random_model("Qwen2.5-VL")
+
+
+@pytest.fixture(scope="session")
 def torchvision_processor():
-    """transformers' `Qwen2VLVideoProcessor`, the class; skips where torchvision, which it needs, is missing."""
+    """transformers' `Qwen2VLVideoProcessor`, the class; skips where torchvision, which it needs, is
+    missing."""
     pytest.importorskip("torchvision")
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 

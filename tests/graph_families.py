@@ -1,4 +1,5 @@
-"""Every family that graphs capture, with small random weights: encoder, manager, and layouts of mixed batches."""
+"""Every family that graphs capture, with small random weights: encoder, manager, and layouts of
+mixed batches."""
 
 import random
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-
 def build(family: str, seed: int = 0):
     """The encoder with wide random weights, so that a wrong row or a stale one is far off.
 
-    Attention is sharp, and positions weigh as much as pixels: with zeros in their place outputs move by a tenth.
+    Attention is sharp, and positions weigh as much as pixels: with zeros in their place outputs
+    move by a tenth.
     """
     if tiny := (GRIDS | SQUARES | FOLDED).get(family):
         tower, config = tiny
@@ -126,7 +128,8 @@ def distance(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @torch.inference_mode()
 def poison(manager) -> None:
-    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
+    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a
+    wrong value."""
     for captured in manager.captured.values():
         captured.pixel_values.fill_(float("nan"))
         for out in (out for operation in captured.graph.operations for out in operation.outputs):

@@ -8,26 +8,9 @@ from refvl.paths import DATA
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 
 
-def image_part(path) -> dict:
-    return {"type": "image", "image": str(path)}
-
-
-def text_part(text: str) -> dict:
-    return {"type": "text", "text": text}
-
-
-CONTENTS = {  # of a user's turn
-    "text only": [text_part("Where is the circle?")],
-    "one image": [image_part(PHOTOS[0]), text_part("What is it?")],
-    "several images": [*map(image_part, PHOTOS), text_part("What are they?")],
-    "images between text": [
-        text_part("First"), image_part(PHOTOS[2]), text_part("then"), image_part(PHOTOS[1]), text_part("which is red?"),
-    ],
-}  # fmt: skip
-
-
 def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
-    """The prompt and pixels of a trace. ids: (L,) the full prompt. types: (L,) 1 for an image's tokens, 2 a video's."""
+    """The prompt and pixels of a trace. ids: (L,) the full prompt. types: (L,) 1 for an image's
+    tokens, 2 a video's."""
     inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
     for kind, names in (
         ("image", ("pixel_values", "image_grid_thw")),
@@ -40,7 +23,8 @@ def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
 
 
 def inputs_of(vlm, trace) -> dict[str, Tensor]:
-    """The same for a model on grids. transformers (5.17 to 5.23) writes GLM's frames with the image's token."""
+    """The same for a model on grids. transformers (5.17 to 5.23) writes GLM's frames with the
+    image's token."""
     placeholders = vlm.processor.placeholders(trace.full_ids)
     is_image, is_video = (placeholders == vlm.token_ids[kind] for kind in ("image", "video"))
     is_exchanged = is_video & vlm.family.name.startswith("GLM")

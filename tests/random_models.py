@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_factory import (
     make_checkpoint,
     make_folded_checkpoint,
@@ -18,7 +19,7 @@ from checkpoint_factory import (
     make_step_vl_checkpoint,
 )
 from checkpoint_factory_minicpmv import VERSIONS, make_minicpmv_checkpoint
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import refvl
 
@@ -82,3 +83,9 @@ def random_folder(name: str) -> Path:
 @cache
 def random_model(name: str) -> refvl.VLM:
     return load(random_folder(name))
+
+
+@cache
+def their_model(name: str):
+    """transformers' whole model of the same folder, in float32."""
+    return AutoModelForImageTextToText.from_pretrained(random_folder(name), dtype=torch.float32).eval()

@@ -1,7 +1,9 @@
-"""Two tiers of tests: `--tier quick`, for `make test`, and `--tier rest`, everything else. No test is in both.
+"""Two tiers of tests: `--tier quick`, for `make test`, and `--tier rest`, everything else. No test
+is in both.
 
-The quick tier takes from each test its first case, and its first case of every kind of family. It leaves out what is
-marked `thorough`: tests that start processes, compile, or take seconds. Hypothesis tries a few examples only.
+The quick tier takes from each test its first case, and its first case of every kind of family. It
+leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
+Hypothesis tries a few examples only.
 """
 
 from collections.abc import Sequence

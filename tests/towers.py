@@ -25,7 +25,8 @@ CLASSES: dict[str, type[GridEncoder]] = {
 
 
 def randomize(module: nn.Module, std: float, seed: int = 0) -> nn.Module:
-    """Normal weights, biases and norms too, so that each of them counts; scales of norms lie around one."""
+    """Normal weights, biases and norms too, so that each of them counts; scales of norms lie around
+    one."""
     torch.manual_seed(seed)
     for name, parameter in module.named_parameters():
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
@@ -76,7 +77,8 @@ def frames_of(grids) -> list[tuple[int, int, int]]:
 
 @torch.no_grad()
 def run_theirs(tower: nn.Module, patches: Tensor, grids) -> Tensor:
-    """As frames: no tower of transformers' looks across them, and GLM-4.1V's model splits videos before its tower."""
+    """As frames: no tower of transformers' looks across them, and GLM-4.1V's model splits videos
+    before its tower."""
     output = tower(patches, torch.tensor(frames_of(grids)))
     return torch.cat([output.pooler_output, *(output.get("deepstack_features") or [])], dim=1)
 

@@ -1,4 +1,7 @@
-"""LoRA adapters on the parts of a model. Oracle: transformers with PEFT on the same checkpoint and the same adapter."""
+"""LoRA adapters on the parts of a model.
+
+Oracle: transformers with PEFT on the same checkpoint and the same adapter.
+"""
 
 import json
 from itertools import chain
@@ -6,10 +9,9 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import make_qwen3_checkpoint
 from closeness import assert_agree, assert_logits_agree
 from graph_families import build, distance, make_case, manager_of
-from random_models import HAS_5_23, NEWER, RANDOM, random_folder
+from random_models import NEEDS_5_23, random_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
@@ -28,7 +30,8 @@ QUESTION = {"prompt": "What is it?", "images": [PHOTO], "max_new_tokens": 12}
 
 
 def randomize(model, name: str, seed: int) -> None:
-    """An adapter as strong as the weights that it stands beside: PEFT's own begins without an effect."""
+    """An adapter as strong as the weights that it stands beside: PEFT's own begins without an
+    effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -56,42 +59,14 @@ def folder(request):
     return random_folder(request.param)
 
 
-def head_adapter(folder, out, **options):
-    """transformers' model with a random adapter whose targets include the output head, saved by PEFT to `out`."""
+def trained_elsewhere(folder, out, **targets):
+    """transformers' model with a random adapter, which PEFT saves to `out`."""
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], **options))
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, **targets))
     randomize(theirs, "default", seed=0)
     theirs.save_pretrained(out)
     theirs.generation_config.eos_token_id = None
     return theirs.eval()
-
-
-def test_an_adapter_of_the_output_head(folder, tmp_path):
-    """PEFT saves the head's own weight as well. Oracle: transformers with PEFT."""
-    theirs = head_adapter(folder, tmp_path / "a")
-    assert any(key.endswith("lm_head.base_layer.weight") for key in load_file(tmp_path / "a" / adapters.WEIGHTS))
-    vlm = load(folder)
-    plain = answered(vlm)
-    adapters.attach(vlm, tmp_path / "a")
-    assert_same(vlm, answered(vlm), asked(theirs, vlm))
-    assert vlm.trace(**QUESTION).token_ids != plain[0]
-    vlm.adapters.save_pretrained(tmp_path / "b")
-    again = load(folder)
-    adapters.attach(again, tmp_path / "b")
-    assert_same(again, answered(again), asked(theirs, again))
-
-
-@pytest.fixture(scope="module")
-def trained_elsewhere(folder, tmp_path_factory):
-    """(transformers' model with an adapter on everything linear, the folder where PEFT saved it)."""
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.5)
-    theirs = peft.get_peft_model(theirs, config)
-    randomize(theirs, "default", seed=0)
-    out = tmp_path_factory.mktemp("adapter")
-    theirs.save_pretrained(out)
-    theirs.generation_config.eos_token_id = None
-    return theirs.eval(), out
 
 
 @torch.inference_mode()
@@ -121,12 +96,16 @@ def assert_same(vlm, ours, theirs):
     assert_logits_agree(vlm, vlm.trace(**QUESTION), ours[1], theirs[1])
 
 
-def test_an_adapter_of_transformers_and_peft(folder, trained_elsewhere):
-    """On tower, connector and text model. Trained with dropout, which must be off."""
-    theirs, adapter = trained_elsewhere
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=str)
+def test_an_adapter_of_transformers_and_peft(folder, targets, tmp_path):
+    """On tower, connector and text model, or on the head, whose own weight PEFT saves as well.
+
+    It was trained with dropout, which must be off.
+    """
+    theirs = trained_elsewhere(folder, tmp_path, target_modules=targets)
     vlm = load(folder)
     plain = answered(vlm)
-    returned = adapters.attach(vlm, adapter)
+    returned = adapters.attach(vlm, tmp_path)
     assert returned is vlm.adapters and "default" in repr(vlm)
     assert not any(weight.requires_grad for weight in returned.parameters())
     wanted = asked(theirs, vlm)
@@ -137,7 +116,10 @@ def test_an_adapter_of_transformers_and_peft(folder, trained_elsewhere):
 
 
 def test_an_adapter_for_transformers_and_peft(folder, tmp_path):
-    """Oracle: transformers reads what was saved here. Without an effect the test would pass by itself: see above."""
+    """Oracle: transformers reads what was saved here.
+
+    Without an effect the test would pass by itself: see above.
+    """
     vlm = load(folder)
     adapter = make_adapter(vlm, tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -146,12 +128,18 @@ def test_an_adapter_for_transformers_and_peft(folder, tmp_path):
     assert_same(vlm, answered(vlm), asked(theirs, vlm))
 
 
-OLDER = {  # how names began before transformers 4.52, in vLLM, and where a text model was trained alone
-    "first releases": lambda name: name.replace("model.visual.", "visual.").replace("model.language_model.", "model."),
-    "vLLM": lambda name: name.replace("model.visual.", "visual.").replace(
-        "model.language_model.", "language_model.model."
-    ),
+OLDER = {  # prefixes before transformers 4.52, in vLLM, and where a text model was trained alone
+    "first releases": {"model.visual.": "visual.", "model.language_model.": "model."},
+    "vLLM": {"model.visual.": "visual.", "model.language_model.": "language_model.model."},
+    "text alone": {"model.language_model.": "model."},
 }
+
+
+def renamed(name: str, prefixes: dict[str, str]) -> str:
+    """A layer's name with an older prefix."""
+    for new, old in prefixes.items():
+        name = name.replace(new, old)
+    return name
 
 
 def edit(folder, out, weights=lambda key: key, config=lambda values: values, change=lambda stored: stored):
@@ -159,8 +147,8 @@ def edit(folder, out, weights=lambda key: key, config=lambda values: values, cha
     out.mkdir()
     stored = load_file(folder / adapters.WEIGHTS)
     prefix = "base_model.model."
-    renamed = {prefix + weights(key.removeprefix(prefix)): tensor for key, tensor in stored.items()}
-    save_file(change(renamed), out / adapters.WEIGHTS)
+    others = {prefix + weights(key.removeprefix(prefix)): tensor for key, tensor in stored.items()}
+    save_file(change(others), out / adapters.WEIGHTS)
     values = json.loads((folder / adapters.CONFIG).read_text())
     (out / adapters.CONFIG).write_text(json.dumps(config(values)))
     return out
@@ -184,22 +172,20 @@ def saved(qwen, tmp_path_factory):
     return ids, folders
 
 
-@pytest.mark.parametrize("names", OLDER)
-def test_older_names_are_read(qwen, saved, tmp_path, names):
-    """Oracle: the same adapter under today's names. Layers are those with weights, whatever the config says."""
+@pytest.mark.parametrize("prefixes", OLDER.values(), ids=OLDER)
+def test_older_names_are_read(qwen, saved, tmp_path, prefixes):
+    """Oracle: the same adapter under today's names.
+
+    Layers are those with weights, whatever the config says.
+    """
     (_, wanted, _), (a, _) = saved
     vlm = load(qwen)
-    adapters.attach(vlm, edit(a, tmp_path / "b", OLDER[names], lambda values: values | {"target_modules": ".*q_proj"}))
+
+    def other_targets(config: dict) -> dict:
+        return config | {"target_modules": ".*q_proj"}
+
+    adapters.attach(vlm, edit(a, tmp_path / "b", lambda name: renamed(name, prefixes), other_targets))
     assert vlm.trace(**QUESTION).token_ids == wanted
-
-
-def test_an_adapter_of_the_text_model_alone(qwen, tmp_path):
-    """As PEFT saves what was trained on `AutoModelForCausalLM`: without a `language_model` in the names."""
-    vlm = load(qwen)
-    adapter = make_adapter(vlm, tmp_path / "a", parts=["language_model"])
-    wanted, other = vlm.trace(**QUESTION).token_ids, load(qwen)
-    adapters.attach(other, edit(adapter, tmp_path / "b", lambda name: name.replace("model.language_model.", "model.")))
-    assert other.trace(**QUESTION).token_ids == wanted
 
 
 @pytest.mark.parametrize("kernel", ["torch", "onednn"])
@@ -229,22 +215,8 @@ def test_switch_merge_and_unmerge(qwen, saved, kernel, monkeypatch):
     assert torch.equal(vlm.language_model.lm_head.weight, before)
 
 
-def test_several_at_once_add_up(qwen, saved):
-    """Oracle: one adapter whose matrices are those of both, one below the other."""
-    _, folders = saved
-    both, one = load(qwen), load(qwen)
-    for name, folder in zip("ab", folders, strict=True):
-        adapters.attach(both, folder, name=name)
-    both.adapters.base_model.set_adapter(["a", "b"])
-    made = adapters.attach(one, peft.LoraConfig(r=8, lora_alpha=16, target_modules=adapters.layers(one)))
-    a, b = (load_file(folder / adapters.WEIGHTS) for folder in folders)
-    stacked = {key: torch.cat([a[key], b[key]], dim=0 if "lora_A" in key else 1) for key in a}
-    assert not peft.set_peft_model_state_dict(made, stacked).unexpected_keys
-    assert both.trace(**QUESTION).token_ids == one.trace(**QUESTION).token_ids
-
-
-def test_what_replaces_the_head_is_found(qwen, tmp_path):
-    """A head trained as a whole (`modules_to_save`) and one with matrices. Oracle: the weights in place."""
+def test_a_head_that_was_trained_as_a_whole_is_found(qwen, tmp_path):
+    """`modules_to_save`. Oracle: the weights in place."""
     vlm = load(qwen)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     made = adapters.attach(vlm, config)
@@ -256,58 +228,46 @@ def test_what_replaces_the_head_is_found(qwen, tmp_path):
     plain = other.trace(**QUESTION).token_ids
     adapters.attach(other, tmp_path)
     assert other.trace(**QUESTION).token_ids == vlm.trace(**QUESTION).token_ids != plain
-    other = load(qwen)
-    made = adapters.attach(other, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
-    assert "lora" in type(other.language_model.lm_head).__module__
-    ids = other.trace(**QUESTION).token_ids
-    made.merge_and_unload()
-    assert isinstance(other.language_model.lm_head, torch.nn.Linear) and other.trace(**QUESTION).token_ids == ids
 
 
-@pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL"])
+@pytest.mark.parametrize("family", ["Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL"])
 def test_graphs_follow_adapters(family):
-    """Attached, switched, merged, unmerged, disabled, removed. Oracle: the encoder without graphs."""
+    """Attached, switched, merged, scaled and removed. Oracle: the encoder without graphs."""
     encoder = build(family)
-    layouts = {"Step3-VL": [(1, 2), (0, 0)]}.get(family, [((4, 4), (2, 5))] if "MiniCPM" in family else [(1, 4, 4)])
+    layouts = {"Qwen2.5-VL": [(1, 4, 4)], "MiniCPM-V 4.5": [((4, 4), (2, 5))], "Step3-VL": [(1, 2), (0, 0)]}[family]
     kernels = {id(encoder.get_parameter(name)) for name in encoder.kernels}
     linear = [n for n, m in encoder.named_modules() if isinstance(m, torch.nn.Linear) and id(m.weight) not in kernels]
     manager = manager_of(encoder)
     first = manager.execute(make_case(encoder, layouts).rows, layouts)
-    model = peft.PeftModel(encoder, peft.LoraConfig(r=2, target_modules=linear, init_lora_weights=False), "a").eval()
-    model.add_adapter("b", peft.LoraConfig(r=2, target_modules=linear, init_lora_weights=False))
+    config = peft.LoraConfig(r=2, target_modules=linear, init_lora_weights=False)
+    model = peft.PeftModel(encoder, config, "a").eval()
+    model.add_adapter("b", config)
 
-    def check(differs: bool = True) -> list[torch.Tensor]:
+    def replayed() -> list[torch.Tensor]:
         case = make_case(encoder, layouts)
         outputs = manager.execute(case.rows, layouts)
         assert distance(outputs, case.wanted) <= 1e-4  # as in test_graph_weights: a stale graph is off by much more
-        assert (distance(outputs, first) > 0.01) == differs
         return outputs
 
-    with_a = check()
+    with_a = replayed()
+    assert distance(with_a, first) > 0.01
     model.set_adapter("b")
-    assert distance(check(), with_a) > 0.01
+    assert distance(replayed(), with_a) > 0.01
     model.set_adapter("a")
     model.merge_adapter()
-    assert distance(check(), with_a) <= 1e-4
+    assert distance(replayed(), with_a) <= 1e-4
     model.unmerge_adapter()
-    assert distance(check(), with_a) <= 1e-4
     for layer in model.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             layer.set_scale("a", 3.0)
-    assert distance(check(), with_a) > 0.01
+    assert distance(replayed(), with_a) > 0.01
     with model.disable_adapter():
-        check(differs=False)
+        assert distance(replayed(), first) <= 1e-4
     model.unload()
-    check(differs=False)
+    assert distance(replayed(), first) <= 1e-4
 
 
-GRID_CONFIGS = (
-    "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "GLM-4.1V-9B-Thinking",
-    "GLM-4.5V", "GLM-OCR",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GRID_CONFIGS)
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "GLM-OCR"])
 def test_names_are_those_of_transformers(name):
     """Oracle: the linear layers of transformers' model of a released config."""
     vlm = refvl.load(DATA / "configs" / f"{name}.json", weights="random", device="meta")
@@ -330,10 +290,12 @@ def test_every_layer_belongs_to_one_part(family):
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # PEFT's, of layers that this adapter does not touch
 @pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3"])
 def test_parts_of_shipped_models(name):
-    """Oracle: merged and unmerged are the same sums; each part changes its half, and the parts are all there is."""
+    """Oracle: merged and unmerged are the same sums; each part changes its half, and the parts are
+    all there is."""
     vlm = load(DATA / "checkpoints" / name)
     by_part = {part: adapters.layers(vlm, part) for part in adapters.PARTS}
-    assert all(by_part.values()) and sorted(chain(*by_part.values())) == sorted(adapters.layers(vlm))
+    assert all(by_part.values())
+    assert sorted(chain(*by_part.values())) == sorted(adapters.layers(vlm))
     plain = vlm.trace(**QUESTION)
     for part, names in by_part.items():
         made = adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False), name=part)
@@ -341,58 +303,39 @@ def test_parts_of_shipped_models(name):
         moved = not torch.equal(trace.embeds[0], plain.embeds[0])
         assert moved == (part != "language_model")
         made.merge_adapter()
-        merged = vlm.trace(**QUESTION)
-        assert_agree(merged.embeds[0], trace.embeds[0], vlm.encoder)
-        assert merged.token_ids == trace.token_ids
+        assert_agree(vlm.trace(**QUESTION).embeds[0], trace.embeds[0], vlm.encoder)
         made.unmerge_adapter()
     assert sorted(adapters.layers(vlm)) == sorted(chain(*by_part.values()))
 
 
-def first_key(stored: dict, change) -> dict:
-    key = min(key for key in stored if "lora_A" in key)
-    return stored | {key: change(stored[key])}
-
-
 BAD = {  # what is changed in a saved adapter, and what the error says
     "other layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*attention"),
-    "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "size mismatch"),
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "missing weights: .*lora_B"),
     "weights of another kind": (
         {"change": lambda s: s | {"base_model.model.lm_head.bias": torch.ones(3)}},
         "weights without a layer: .*lm_head.bias",
     ),
-    "DoRA without its vectors": ({"config": lambda v: v | {"use_dora": True}}, "missing weights: .*magnitude"),
-    "nothing": ({"change": lambda s: {}}, ""),
 }
-WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "GLM-4.6V", "Step3-VL", "Step-3.7"]
 
 
-@pytest.fixture(params=[name for name in WITH_EXPERTS if HAS_5_23 or name not in NEWER])
-def with_experts(request, tmp_path):
-    """A checkpoint whose text model has experts, and an adapter of all its layers; they cover what is not stacked."""
-    if request.param in RANDOM:
-        folder = random_folder(request.param)
-    else:
-        folder = make_qwen3_checkpoint(tmp_path / "model", model_type=request.param)
-    vlm = load(folder)
-    weights = vlm.language_model.named_parameters()
-    stacked = [name for name, weight in weights if weight.ndim == 3 and "conv" not in name]
-    assert stacked
-    return folder, make_adapter(vlm, tmp_path / "adapter"), stacked
+@pytest.mark.parametrize("name", ["GLM-4.6V", "Step3-VL", pytest.param("Step-3.7", marks=NEEDS_5_23)])
+def test_lora_beside_experts_is_b_times_a(name, tmp_path):
+    """Adapters cover what is not stacked.
 
-
-def test_lora_beside_experts_is_b_times_a(with_experts):
-    """Oracle: B A, scaled, added by hand to the weights of each layer."""
-    folder, adapter, _ = with_experts
-    plain, attached, merged = load(folder), load(folder, adapters=[adapter]), load(folder)
+    Oracle: B A, scaled, added by hand to the weights of each layer.
+    """
+    merged = load(random_folder(name))
+    before = merged.trace(**QUESTION).first_logits
+    adapter = make_adapter(load(random_folder(name)), tmp_path)
+    attached = load(random_folder(name), adapters=[adapter])
     stored, layers = load_file(adapter / adapters.WEIGHTS), adapters._adaptable(merged)
-    assert {key.rpartition(".lora_")[0].removeprefix("base_model.model.") for key in stored} <= layers.keys()
-    for name in adapters.layers(merged):
-        a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        layers[name].weight.data += 8 / 4 * b @ a
+    for layer in adapters.layers(merged):
+        a, b = (stored.pop(f"base_model.model.{layer}.lora_{half}.weight") for half in "AB")
+        layers[layer].weight.data += 8 / 4 * b @ a
+    assert not stored
     ours, expected = attached.trace(**QUESTION), merged.trace(**QUESTION)
     assert_logits_agree(merged, expected, ours.first_logits, expected.first_logits)
-    assert not torch.equal(expected.first_logits, plain.trace(**QUESTION).first_logits)
+    assert not torch.equal(expected.first_logits, before)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -428,7 +371,8 @@ def test_the_command_line_takes_adapters(qwen, saved):
     vlm.adapters.base_model.set_adapter(["a", "b"])
     given = [argument for folder in folders for argument in ("--adapter", str(folder))]
     result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
-    assert result.exit_code == 0 and result.stdout == vlm.chat("What is it?", max_new_tokens=8) + "\n"
+    assert result.exit_code == 0
+    assert result.stdout == vlm.chat("What is it?", max_new_tokens=8) + "\n"
     result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
     assert result.exit_code == 1 and result.stderr.startswith(
         "refvl: with: transformers prunes nothing and gets no adapter"

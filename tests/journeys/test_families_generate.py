@@ -1,13 +1,15 @@
-"""Every family but Qwen2.5-VL (`test_generate.py`) from folder to text. Oracle: transformers' model of the weights.
+"""Every family from folder to text. Oracle: transformers' model of the weights.
 
-Where transformers lacks the whole, prompts are written by hand, media go through the tower one by one, and a text model
-(of transformers, or MiniCPM's formulas) reads everything again at each step. What one family does alone follows below;
-of vLLM are the golden prompts.
+Where transformers lacks the whole, prompts are written by hand, media go through the tower one by
+one, and a text model (of transformers, or MiniCPM's formulas) reads everything again at each step.
+What one family does alone follows below; the golden prompts are vLLM's.
 
-transformers 5.17 to 5.23 keeps the marks that a chat template writes around a video; 4.57 and vLLM let the frames' own
-take their place, as here. Prompts go to transformers as ids, so that only the test of the wording sees a difference.
+transformers 5.17 to 5.23 keeps the marks that a chat template writes around a video. 4.57 and vLLM
+let the marks of the frames take their place, as refvl does. Prompts go to transformers as ids, so
+that only the tests of the wording see a difference.
 """
 
+import itertools
 import json
 import math
 import re
@@ -21,13 +23,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_factory import make_qwen3_checkpoint, make_step3_checkpoint, step3_tokenizer, step_vision_model
+from checkpoint_factory import (
+    change_json,
+    change_weights,
+    make_qwen3_checkpoint,
+    make_step3_checkpoint,
+    step3_tokenizer,
+    step_vision_model,
+)
 from checkpoint_factory_minicpmv import HIDDEN, QUERIES, VERSIONS, WITH_CLIPS, token
 from closeness import assert_agree
 from PIL import Image
 from prompts import PHOTOS, inputs_of
-from random_models import NEEDS_5_23, WITHOUT_VIDEOS, load, make, random_folder, random_model
-from safetensors.torch import load_file, save_file
+from random_models import NEEDS_5_23, WITHOUT_VIDEOS, load, make, random_folder, random_model, their_model
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin, Qwen3ForCausalLM
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as HFGlm4vProcessor
@@ -46,22 +55,19 @@ from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.pixels.slices import SliceConfig, SliceGroup, plan_slices
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.minicpmv import MiniCPMV4_5Processor
-from refvl.processors.minicpmv_video import patches_per_token, temporal_ids
+from refvl.processors.minicpmv_video import patches_per_token
 from refvl.processors.qwen3_vl import even_indices
 from refvl.processors.step3_vl import MARKS as STEP3_MARKS
 from refvl.processors.step3_vl import Step3VLProcessor
-from refvl.study.costs import describe_layout
 
 NEW_TOKENS = 12
 RANDOM = np.random.default_rng(0)
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "step3_vl.json").read_text())
 GLM = ["GLM-4.1V", "GLM-4.6V-Flash", "GLM-4.5V", "GLM-4.6V", "glm46v", "glmga", "GLM-OCR"]
-GRIDS = [*GLM, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-MINICPM, FOLDED = (
-    [f"MiniCPM-V {version}" for version in VERSIONS],
-    ["MiniCPM-V 4.6", "MiniCPM-V 4.6, 4x", "MiniCPM-V 4.7"],
-)
+GRIDS = ["Qwen2.5-VL", *GLM, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+MINICPM = [f"MiniCPM-V {version}" for version in VERSIONS]
+FOLDED = ["MiniCPM-V 4.6", "MiniCPM-V 4.6, 4x", "MiniCPM-V 4.7"]
 NEWER = ["Step3-VL-10B", "Step-3.7", *FOLDED]
 
 
@@ -78,13 +84,9 @@ FRAMES_OF_FILE = {"2.6": 6, "4.0": 6, "4.5": 16}  # of 5.28 seconds: one a secon
 CROPS = {"SMALL": (0, 0), "SQUARE": (4, 4), "WIDE": (2, 6), "STRIP": (1, 2)}  # of Step3: rows, columns
 REQUESTS = {  # what a user's turn holds, in order
     "text": ["Where is the circle?"],
-    "small": ["SMALL", "What is it?"],
-    "square": ["SQUARE", "What is it?"],
-    "wide": ["WIDE", "What is it?"],
     "side by side": ["SMALL", "WIDE", "SQUARE", "STRIP", "Which?"],
     "between text": ["First", "SQUARE", "then", "SMALL", "which is red?"],
     "a line between": ["SQUARE", "\n", "SMALL", "\n\nWhich?"],
-    "frames": ["MOVING", "What moves?"],
     "large frames": ["LARGE", "\nWhat moves?"],
     "file": ["FILE", "What moves?"],
     "both": ["SQUARE", "then", "MOVING", "SMALL", "And?"],
@@ -100,11 +102,6 @@ def turn(parts: list[str]) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------- oracles: transformers' whole models
-
-
-@cache
-def whole(name: str):
-    return AutoModelForImageTextToText.from_pretrained(random_folder(name), dtype=torch.float32).eval()
 
 
 def grid_inputs(name: str, trace, parts) -> dict:
@@ -125,13 +122,14 @@ def step_inputs(name: str, trace, parts) -> dict:
     if squares:
         crops = [crop for picture in squares for crop in picture[:-1]]
         inputs["pixel_values"] = torch.stack([picture[-1] for picture in squares])
-        inputs["pixel_values_local"] = torch.stack(crops) if crops else None
+        inputs["pixel_values_local"] = torch.stack(crops)
         inputs["num_local_patches"] = [len(picture) - 1 for picture in squares]
     return inputs
 
 
 class FramesAsPictures:
-    """In place of transformers' video processor, which needs torchvision: every frame through its image processor."""
+    """In place of transformers' video processor, which needs torchvision: each frame through its
+    image processor."""
 
     slice_mode, model_input_names = True, ("pixel_values_videos", "target_sizes_videos")
 
@@ -154,7 +152,8 @@ def folded_processor(name: str):
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
     from transformers.models.minicpmv4_7.processing_minicpmv4_7 import MiniCPMV4_7Processor
 
-    folder, pictures = random_folder(name), MiniCPMV4_6ImageProcessorPil.from_pretrained(random_folder(name))
+    folder = random_folder(name)
+    pictures = MiniCPMV4_6ImageProcessorPil.from_pretrained(folder)
     parts = {"image_processor": pictures, "video_processor": FramesAsPictures(pictures)}
     made = MiniCPMV4_7Processor if "4.7" in name else MiniCPMV4_6Processor
     with pytest.MonkeyPatch.context() as patch:
@@ -187,7 +186,7 @@ INPUTS = dict.fromkeys(GRIDS, grid_inputs) | {"Step-3.7": step_inputs} | dict.fr
 
 
 def ask_transformers(name: str, trace, parts) -> tuple[list[int], torch.Tensor]:
-    model, inputs = whole(name), INPUTS[name](name, trace, parts)
+    model, inputs = their_model(name), INPUTS[name](name, trace, parts)
     ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     if name in GRIDS:
         assert torch.equal(random_model(name).generate(**inputs, max_new_tokens=NEW_TOKENS), ids)
@@ -209,10 +208,13 @@ def rms(x, weight, eps):
 
 
 def minicpm_logits(weights: dict, config: dict, embeds_LD: torch.Tensor) -> torch.Tensor:
-    """MiniCPM by its formulas: a Llama whose residuals are scaled by scale_depth / sqrt(layers), whose logits are
-    divided by hidden / dim_model_base. embeds: (L, D), text already times scale_emb."""
+    """MiniCPM by its formulas: a Llama whose residuals are scaled by scale_depth / sqrt(layers),
+    whose logits are divided by hidden / dim_model_base. embeds: (L, D), text already times
+    scale_emb."""
     L, D = embeds_LD.shape
-    H, eps, layers = config["num_attention_heads"], config["rms_norm_eps"], config["num_hidden_layers"]
+    H = config["num_attention_heads"]
+    eps = config["rms_norm_eps"]
+    layers = config["num_hidden_layers"]
     scale = config["scale_depth"] / math.sqrt(layers)
     angle = torch.arange(L)[:, None] * 1e4 ** (-torch.arange(0, D // H, 2) / (D // H))
     cos, sin = (torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin()))
@@ -239,7 +241,8 @@ def minicpm_logits(weights: dict, config: dict, embeds_LD: torch.Tensor) -> torc
 
 @cache
 def text_oracle(name: str):
-    """(embed ids, logits of embeddings) from the weights by name; of Step3-VL, which nothing else reads, our own."""
+    """(embed ids, logits of embeddings) from the weights by name; of Step3-VL, which nothing else
+    reads, our own."""
     if name == "Step3-VL":
         model = random_model(name).language_model
     elif name == "Step3-VL-10B":
@@ -249,7 +252,8 @@ def text_oracle(name: str):
         model = Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
     else:
         version = name.split()[1]
-        weights, config = minicpmv.random_weights(version), minicpmv.minicpmv_config(version)
+        weights = minicpmv.random_weights(version)
+        config = minicpmv.minicpmv_config(version)
         if version == "2.0":
             table = config["scale_emb"] * weights["llm.model.embed_tokens.weight"]
             return lambda ids: table[ids], lambda embeds: minicpm_logits(weights, config, embeds)
@@ -297,7 +301,10 @@ def step3_prompt(parts: list[str]) -> list[int]:
 
 
 def rows_by_hand(name: str, part: str) -> torch.Tensor:
-    """A medium's embeddings, its squares one by one. A frame is what an overview is, but for 4.5, which reads times."""
+    """A medium's embeddings, its squares one by one.
+
+    A frame is what an overview is, but for 4.5, which reads times.
+    """
     vlm = random_model(name)
     if part in CLIPS and name != "MiniCPM-V 4.5":
         [video] = vlm.processor.decode(vlm.processor.messages("", videos=[CLIPS[part]]))
@@ -334,7 +341,8 @@ def ask_by_hand(name: str, trace, parts) -> tuple[list[int], torch.Tensor]:
 
 @cache
 def asked(name: str, request: str):
-    """(the request, its trace). transformers takes no image beside a video for GLM: it counts one token for both."""
+    """(the request, its trace). transformers takes no image beside a video for GLM: it counts one
+    token for both."""
     parts = REQUESTS[request]
     if name in GLM and CLIPS.keys() & {*parts}:
         parts = [part for part in parts if part not in PICTURES]
@@ -342,8 +350,11 @@ def asked(name: str, request: str):
 
 
 def requests_of(name: str) -> list[str]:
-    """What a family takes; transformers' processor of MiniCPM-V 4.6 cannot open a file."""
-    left_out = CLIPS.keys() if name in WITHOUT_VIDEOS else {"FILE"} if name in FOLDED else set()
+    """What a family takes. transformers' processor of MiniCPM-V 4.6 cannot open a file, and its
+    model of Qwen2.5-VL places the text after a video elsewhere (`test_generate.py`)."""
+    left_out = {"FILE"} if name in FOLDED else set()
+    if name in ("Qwen2.5-VL", *WITHOUT_VIDEOS):
+        left_out = CLIPS.keys()
     return [request for request, parts in REQUESTS.items() if not left_out & {*parts}]
 
 
@@ -365,46 +376,7 @@ def test_prompts_positions_and_ids_equal_the_oracle(name, request_):
     assert torch.equal(trace.full_positions, positions)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in FAMILIES])
-def test_the_oracle_can_disagree(name):
-    answers = [asked(name, request)[1].token_ids for request in requests_of(name)]
-    assert len({*map(tuple, answers)}) > 4 and sum(len({*answer}) > 3 for answer in answers) > 2
-
-
 # ------------------------------------------------------------------------------------------------------------- grids
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.9])
-@pytest.mark.parametrize("name", GRIDS)
-def test_evs_restricts_the_layout_and_keeps_every_second(name, rate):
-    """Definition: the full run restricted to what is kept, deeper features too; `generate` prunes alike.
-
-    Oracle of GLM's ids: transformers, given the survivors.
-    """
-    vlm = random_model(name)
-    full = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=1)
-    pruned = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=NEW_TOKENS, pruning_rate=rate)
-    (mask,) = pruned.keep_masks
-    dropped = int((~mask).sum())
-    assert dropped > 0 and len(pruned.input_ids) == len(full.input_ids) - dropped
-    assert torch.equal(pruned.positions, full.positions[:, pruned.keep])
-    assert torch.equal(pruned.inputs_embeds, full.inputs_embeds[pruned.keep])
-    assert torch.equal(pruned.deepstack, full.deepstack[pruned.keep])
-    assert pruned.delta == full.delta + dropped
-    for span, kept in zip(pruned.spans, mask.split(full.spans[0].num_tokens), strict=True):
-        assert torch.equal(pruned.keep[span.offset :][: span.num_tokens], kept)
-    assert pruned.keep[vlm.processor.placeholders(full.full_ids) != vlm.token_ids["video"]].all()
-    given = {"video_embeds": full.embeds, "video_grid_thw": full.layouts, "pruning_rate": rate}
-    ids = vlm.generate(full.full_ids[None], **given, max_new_tokens=NEW_TOKENS)
-    assert ids[0, len(full.full_ids) :].tolist() == pruned.token_ids
-    if name in GLM:
-        theirs = whole(name).generate(
-            input_ids=pruned.input_ids[None], inputs_embeds=pruned.inputs_embeds[None],
-            position_ids=pruned.positions[:, None], attention_mask=torch.ones(1, len(pruned.input_ids)),
-            max_new_tokens=NEW_TOKENS, do_sample=False,
-        )  # fmt: skip
-        assert pruned.token_ids == theirs[0, len(pruned.input_ids) :].tolist()
 
 
 @pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
@@ -430,34 +402,38 @@ def worded(name: str, frames, media) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize(("name", "hf"), [("GLM-4.1V", HFGlm4vProcessor), ("GLM-4.6V-Flash", HFGlm46VProcessor)])
 def test_glm_writes_a_clip_as_transformers_does(name, hf):
-    """transformers writes the frames as text and tokenizes the whole; whole seconds, where all releases agree."""
+    """transformers writes the frames as text and tokenizes the whole; whole seconds, where all
+    releases agree."""
     frame = SimpleNamespace(image_token=f"<|{random_model(name).processor.frame_kind}|>")
     frames = "".join(hf.replace_frame_token_id(frame, float(second), 2) for second in (0, 7, 12))
     media = [MediaTokens("image", (1, 2, 3)), FramewiseMedia("video", (3, 1, 2), timestamps=(0, 7, 12))]
     ids, text = worded(name, MOVING, media)
-    assert ids == AutoTokenizer.from_pretrained(random_folder(name))(text.replace("<|video|>", frames))["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(random_folder(name))
+    assert ids == tokenizer(text.replace("<|video|>", frames))["input_ids"]
 
 
 @pytest.mark.parametrize("frames", [noise(6, 90, 120), MOVING, MOVING[:1], CLIP], ids=["six", "odd", "one", "file"])
 def test_qwen3_writes_a_clip_as_transformers_does(frames):
     """Oracle: their `replace_video_token`, in place of the template's three tokens."""
-    processor, theirs = random_model("qwen3_vl").processor, HFQwen3VLProcessor.__new__(HFQwen3VLProcessor)
+    processor = random_model("qwen3_vl").processor
     [clip] = processor.patchify(processor.decode(processor.messages("", videos=[frames])))
+    theirs = HFQwen3VLProcessor.__new__(HFQwen3VLProcessor)
     theirs.tokenizer = AutoTokenizer.from_pretrained(random_folder("qwen3_vl"))
     theirs.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     marks = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
     theirs.vision_start_token, theirs.video_token, theirs.vision_end_token = marks
     metadata = SimpleNamespace(fps=clip.source.source_fps, frames_indices=list(clip.source.indices))
     inputs = {"video_grid_thw": torch.tensor([clip.layout]), "video_metadata": [metadata]}
+    written = theirs.replace_video_token(inputs, 0)
     ids, text = worded("qwen3_vl", frames, None)
-    text = text.replace("".join(marks), theirs.replace_video_token(inputs, 0))
-    assert ids == theirs.tokenizer(text)["input_ids"]
-    assert len(re.findall(r"<\d+\.\d seconds><\|vision_start\|>", text)) == clip.layout[0]
+    assert ids == theirs.tokenizer(text.replace("".join(marks), written))["input_ids"]
+    assert len(re.findall(r"<\d+\.\d seconds><\|vision_start\|>", written)) == clip.layout[0]
 
 
 @pytest.mark.parametrize(("total", "fps"), [(132, 25.0), (7, 30.0), (1, 25.0), (3, 2.0), (9000, 29.97), (61, 24.0)])
 def test_frames_of_qwen3_are_those_of_transformers(total, fps):
-    """Oracle: `Qwen3VLVideoProcessor.sample_frames`, called on a stand-in, because its class needs torchvision."""
+    """Oracle: `Qwen3VLVideoProcessor.sample_frames`, called on a stand-in, because its class needs
+    torchvision."""
     source = pytest.importorskip("transformers.models.qwen3_vl.video_processing_qwen3_vl").Qwen3VLVideoProcessor
     stand_in = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
     metadata = SimpleNamespace(total_num_frames=total, fps=fps)
@@ -468,38 +444,45 @@ def test_frames_of_qwen3_are_those_of_transformers(total, fps):
 
 @pytest.mark.parametrize("frames", [1, 5, 31])
 def test_sizes_of_qwen3_follow_the_budget_of_each_kind(frames):
-    """By hand: an image has one budget, a clip one for all of its frames; capped, each frame at most its share."""
+    """By hand: an image has one budget, a clip one for all of its frames; capped, each frame at
+    most its share."""
     counted, least, most = max(frames, 2), 128 * 32 * 32, 200_000
-    picture, clip = Qwen3VLPatchConfig(max_pixels=most), Qwen3VLPatchConfig.for_video(max_pixels=most)
-    capped = Qwen3VLPatchConfig.for_video(max_pixels=most, cap_pixels_per_frame=True, max_video_tokens=4)
+    picture = Qwen3VLPatchConfig(max_pixels=most)
+    clip = Qwen3VLPatchConfig.for_video(max_pixels=most)
+    capped = replace(clip, cap_pixels_per_frame=True, max_video_tokens=4)
     share = max(min(4 * 32 * 32, most // counted), int(least * 1.05))
-    assert (clip.frame_floor(counted), clip.frame_budget(counted)) == (-(-least // counted), most // counted)
-    for height, width in ((height, width) for height in range(60, 400, 97) for width in range(60, 400, 41)):
-        assert picture.target_size(height, width) == smart_resize(
-            height, width, factor=32, min_pixels=65536, max_pixels=most
-        )
+    assert clip.frame_floor(counted) == -(-least // counted)
+    assert clip.frame_budget(counted) == most // counted
+    for size in itertools.product(range(60, 400, 97), range(60, 400, 41)):
+        wanted = smart_resize(*size, factor=32, min_pixels=65536, max_pixels=most)
+        assert picture.target_size(*size) == wanted
         for config, budget in ((clip, most), (capped, share * counted)):
-            wanted = smart_resize_video(counted, height, width, factor=32, min_pixels=least, max_pixels=budget)
-            assert config.target_size(height, width, frames) == wanted
+            wanted = smart_resize_video(counted, *size, factor=32, min_pixels=least, max_pixels=budget)
+            assert config.target_size(*size, frames) == wanted
 
 
 def test_experts_of_qwen3_as_they_are_released(tmp_path):
-    """In the released files of Qwen3-VL's MoE the experts' matrices lie transposed: (experts, in, out)."""
+    """In the released files of Qwen3-VL's MoE the experts' matrices lie transposed: (experts, in,
+    out)."""
     folder = make_qwen3_checkpoint(tmp_path, "qwen3_vl_moe")
     expected = load(folder).trace("Hi", max_new_tokens=4).token_ids
-    weights = load_file(folder / "model.safetensors")
-    turned = {n: w.transpose(1, 2).contiguous() if ".experts." in n else w for n, w in weights.items()}
-    save_file(turned, folder / "model.safetensors", {"format": "pt"})
-    assert load(folder).trace("Hi", max_new_tokens=4).token_ids == expected
-    wrong = {n: w[:, 1:].contiguous() if "experts.down" in n else w for n, w in weights.items()}
-    save_file(wrong, folder / "model.safetensors", {"format": "pt"})
+
+    def released(weights: dict) -> dict:
+        return {n: w.transpose(1, 2) if ".experts." in n else w for n, w in weights.items()}
+
+    def cut(weights: dict) -> dict:
+        return {n: w[:, 1:] if "experts.down" in n else w for n, w in weights.items()}
+
+    assert load(change_weights(folder, released)).trace("Hi", max_new_tokens=4).token_ids == expected
+    change_weights(folder, cut)
     with pytest.raises(ValueError, match=r"mismatched \(3\).*experts\.down_proj"):
         load(folder)
 
 
 @pytest.mark.parametrize("name", GLM)
 def test_a_picture_and_a_clip_in_one_prompt_of_glm(name):
-    """By hand: each clip's rows stand in its frames; 2 x 112 x 112 px are a picture's budget, 10 x 90 x 90 a clip's."""
+    """By hand: each clip's rows stand in its frames; 2 x 112 x 112 px are a picture's budget, 10 x
+    90 x 90 a clip's."""
     vlm = random_model(name)
     both = vlm.trace("What is it?", images=PHOTOS[:1], videos=[noise(6, 90, 120)], max_new_tokens=2)
     image, *frames = both.spans
@@ -526,7 +509,8 @@ def test_the_folder_of_glm_chooses_sampler_and_words(name):
 
 
 def test_a_frame_of_glm_may_lose_its_tokens_but_not_its_second():
-    """Six equal frames, three steps: only the first step survives; written out, what the language model reads."""
+    """Six equal frames, three steps: only the first step survives; written out, what the language
+    model reads."""
     vlm, still = random_model("GLM-4.1V"), np.repeat(noise(1, 90, 120), 6, axis=0)
     trace = vlm.trace("go", videos=[still], max_new_tokens=1, pruning_rate=0.7)
     tokens = trace.spans[0].num_tokens
@@ -537,7 +521,8 @@ def test_a_frame_of_glm_may_lose_its_tokens_but_not_its_second():
 
 
 def test_frames_of_glm_are_looked_at_once_and_in_pairs():
-    """By hand: an odd clip ends in its last frame twice; 0 0 1 1 2 2 of 2 a second are 0 1 2 2, at seconds 0 and 1."""
+    """By hand: an odd clip ends in its last frame twice; 0 0 1 1 2 2 of 2 a second are 0 1 2 2, at
+    seconds 0 and 1."""
     patchify, moving = random_model("GLM-4.1V").processor.patchify, noise(3, 90, 120)
     video = replace(load_video(moving), source_fps=2.0)
     odd, even = patchify([video, load_video(moving[[0, 1, 2, 2]])])
@@ -546,7 +531,8 @@ def test_frames_of_glm_are_looked_at_once_and_in_pairs():
     once = replace(video, frames=moving[[0, 1, 2, 2]], indices=(0, 1, 2, 2))
     ours, theirs = patchify([twice, once])
     assert torch.equal(ours.pixel_values, theirs.pixel_values)
-    assert ours.media_tokens == theirs.media_tokens and ours.media_tokens.timestamps == (0, 1)
+    assert ours.media_tokens == theirs.media_tokens
+    assert ours.media_tokens.timestamps == (0, 1)
     assert ours.media_tokens.thw[0] == 2
 
 
@@ -558,21 +544,20 @@ def test_prompt_lengths_equal_golden(case):
     """Oracle: vLLM's counts for the released sizes, crops, newlines and marks included."""
     processor = Step3VLProcessor(Step3VLConfig())
     assert (processor.image_tokens, processor.crop_tokens) == (169, 81)
-    image = Image.new("RGB", (case["width"], case["height"]))
-    layout = processor.layout_of(image)
+    layout = processor.layout_of(Image.new("RGB", (case["width"], case["height"])))
     medium = processor.media_tokens("image", layout)
-    assert layout.crops == case["num_patches"] and medium.num_tokens == 169 + 81 * layout.crops
+    assert layout.crops == case["num_patches"]
+    assert medium.num_tokens == 169 + 81 * layout.crops
     processor.__dict__["mark_ids"] = {mark: 10 + i for i, mark in enumerate(STEP3_MARKS)}
     ids = processor.expand(1, medium)
     assert len(ids) == case["num_tokens"] and ids.count(1) == medium.num_tokens
     assert ids.count(12) == case["num_newlines"]
-    line = describe_layout(processor, image, layout, medium.num_tokens)
-    assert f"{layout.rows} x {layout.columns} crops of 504 px" in line or not layout.crops
 
 
 @pytest.mark.parametrize("case", GOLDEN["repl"], ids=lambda c: str(c["num_patches"]))
 def test_marks_equal_golden(case):
-    """Oracle: vLLM's ids of a picture; the golden data have 5 tokens for an overview and 3 for a crop."""
+    """Oracle: vLLM's ids of a picture; the golden data have 5 tokens for an overview and 3 for a
+    crop."""
     processor = Step3VLProcessor(Step3VLConfig())
     processor.image_tokens, processor.crop_tokens = GOLDEN["repl_feature_sizes"]
     processor.__dict__["mark_ids"] = GOLDEN["repl_token_map"]
@@ -591,7 +576,10 @@ NAMINGS = {
 
 @pytest.mark.parametrize("naming", [*NAMINGS, pytest.param("rotary halves", marks=NEEDS_5_23)])
 def test_every_naming_of_step3s_weights_loads(tmp_path, naming):
-    """Oracle: the released names. Step-3.7's turn neighbours, in the file of transformers' names halves."""
+    """Oracle: the released names.
+
+    Step-3.7's turn neighbours, in the file of transformers' names halves.
+    """
     if naming in NAMINGS:
         name, folder = "Step3-VL", make_step3_checkpoint(tmp_path, naming=NAMINGS[naming])
     else:
@@ -601,11 +589,13 @@ def test_every_naming_of_step3s_weights_loads(tmp_path, naming):
         assert "model.vision_model.layers.0.self_attn.q_proj.weight" in load_file(folder / "model.safetensors")
     for part in ("encoder", "language_model"):
         weights, wanted = (getattr(vlm, part).state_dict() for vlm in (load(folder), random_model(name)))
-        assert weights.keys() == wanted.keys() and all(torch.equal(weights[n], wanted[n]) for n in wanted)
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[n], wanted[n]) for n in wanted)
 
 
 def test_step3s_sentence_begins_once(tmp_path):
-    """The template writes the begin of sentence, and so does the tokenizer; a template without it leaves it to it."""
+    """The template writes the begin of sentence, and so does the tokenizer; a template without it
+    leaves it to it."""
     vlm, folder = random_model("Step3-VL"), make_step3_checkpoint(tmp_path)
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(template.replace("{{- bos_token -}}", ""))
@@ -616,16 +606,10 @@ def test_step3s_sentence_begins_once(tmp_path):
     assert expected.tolist().count(begin) == 1
 
 
-def test_without_crops_only_the_overview_is_left():
-    vlm = load(random_folder("Step3-VL"))
-    vlm.processor.image_config = replace(vlm.processor.image_config, enable_crops=False)
-    trace = vlm.trace("What is it?", images=[PICTURES["SQUARE"]], max_new_tokens=1)
-    assert trace.layouts == [(0, 0)] and trace.full_ids.tolist() == step3_prompt(["SMALL", "What is it?"])
-
-
 @NEEDS_5_23
 def test_layouts_of_step3_7_are_those_of_transformers():
-    """Oracle: transformers' image processor of Step-3.7; it cuts no square whose long side is exactly image_size."""
+    """Oracle: transformers' image processor of Step-3.7; it cuts no square whose long side is
+    exactly image_size."""
     from transformers.models.step3p7.image_processing_step3p7 import Step3p7ImageProcessor
 
     theirs = Step3p7ImageProcessor()
@@ -658,7 +642,8 @@ def test_4_5_packs_frames_and_says_when_they_were_taken():
     trace = vlm.trace("What moves?", videos=[MOVING], max_new_tokens=1)
     [layout] = trace.layouts
     assert [group.temporal_ids for group in layout] == [(0, 5, 10), (15, 20)]  # five frames, two a second
-    assert len(set(layout[0].slices)) == 1 and trace.embeds[0].shape == (2 * QUERIES, HIDDEN)
+    assert len(set(layout[0].slices)) == 1
+    assert trace.embeds[0].shape == (2 * QUERIES, HIDDEN)
     pack = f"<image>{'<unk>' * QUERIES}</image>"
     assert trace.full_ids.tolist() == minicpmv_prompt("4.5", [pack, pack, "What moves?"])
     assert torch.equal(trace.inputs_embeds[trace.full_ids == token("<unk>")], trace.embeds[0])
@@ -679,29 +664,10 @@ def test_an_unknown_token_at_the_very_start_is_text():
     assert found[2] in processor.token_ids.values()
 
 
-def test_config_is_flat_and_no_code_is_run(monkeypatch):
-    """auto_map names classes beside the weights; whoever resolved them would fail here."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("remote code was asked for")
-
-    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", refuse)
-    monkeypatch.setattr("transformers.models.auto.tokenization_auto.get_class_from_dynamic_module", refuse)
-    for name in MINICPM:
-        vlm = load(random_folder(name))
-        assert vlm.family.name == name and vlm.config.query_num == QUERIES
-
-
 def test_speech_is_left_out_and_said_so(tmp_path):
     folder = minicpmv.make_minicpmv_checkpoint(tmp_path / "omni", "2.6", model_type="minicpmo")
-    names = (
-        "apm.layers.0.fc1.weight",
-        "tts.emb.weight",
-        "audio_projection_layer.linear1.weight",
-        "audio_avg_pooler.w",
-    )
-    speech = {name: torch.ones(2) for name in names}
-    save_file(load_file(folder / "model.safetensors") | speech, folder / "model.safetensors", {"format": "pt"})
+    names = ("apm.layers.0.fc1.weight", "tts.emb.weight", "audio_projection_layer.linear1.weight", "audio_avg_pooler.w")
+    change_weights(folder, lambda weights: weights | {name: torch.ones(2) for name in names})
     with pytest.warns(UserWarning, match="4 weights of apm, audio_avg_pooler, audio_projection_layer, tts are skipped"):
         vlm = load(folder)
     with warnings.catch_warnings():
@@ -713,15 +679,17 @@ def test_speech_is_left_out_and_said_so(tmp_path):
 
 def test_a_tokenizer_without_the_marks_is_named(tmp_path):
     folder = minicpmv.make_minicpmv_checkpoint(tmp_path / "marks", "2.6")
-    values = json.loads((folder / "preprocessor_config.json").read_text()) | {"slice_start": "<no such mark>"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(values))
+    change_json(folder / "preprocessor_config.json", lambda values: values | {"slice_start": "<no such mark>"})
     with pytest.raises(ValueError, match="tokenizer: has no special tokens .'<no such mark>'"):
         load(folder)
 
 
 def test_frames_of_a_file_are_those_of_the_cards():
-    """2.6: a frame each second, the clip's 132 frames at 25 a second; beyond max_frames the middle of equal parts."""
-    processor, kept, gap = random_model("MiniCPM-V 2.6").processor, (0, 25, 50, 75, 100, 125), 6 / 4
+    """2.6: a frame each second, the clip's 132 frames at 25 a second; beyond max_frames the middle
+    of equal parts."""
+    processor = random_model("MiniCPM-V 2.6").processor
+    kept = (0, 25, 50, 75, 100, 125)
+    gap = 6 / 4
     for options, wanted in (({}, kept), ({"max_frames": 4}, tuple(kept[int(i * gap + gap / 2)] for i in range(4)))):
         content = [{"type": "video", "video": str(CLIP)} | options]
         [video] = processor.decode([{"role": "user", "content": content}])
@@ -748,19 +716,13 @@ def test_sampling_and_packing_of_4_5_are_those_of_its_card(seconds, fps):
     processor.video_config = config
     video = load_video(np.zeros((1, 2, 2, 3), np.uint8))
     groups = processor.group(replace(video, source_fps=fps, indices=tuple(indices), duration=duration), (32, 32))
-    assert {len(group.slices) for group in groups[:-1]} <= {packing} and len(groups) == math.ceil(wanted / packing)
+    assert {len(group.slices) for group in groups[:-1]} <= {packing}
+    assert len(groups) == math.ceil(wanted / packing)
     scale = np.arange(0, duration, 0.1)
     nearest = np.abs(np.array(indices)[:, None] / fps - scale).argmin(1)
     ids = [i for group in groups for i in group.temporal_ids]
     assert np.abs(np.array(ids) - nearest).max() <= 1, "only where a frame lies between two tenths may rounding differ"
     assert np.mean(np.array(ids) == nearest) > 0.9 and ids == sorted(ids)
-
-
-def test_temporal_ids_are_tenths_of_a_second():
-    """By hand: frames 0, 7, 9 of a clip of 10 frames at 10 a second."""
-    video = replace(load_video(np.zeros((3, 2, 2, 3), np.uint8)), source_fps=10.0, indices=(0, 7, 9), duration=1.0)
-    assert temporal_ids(video) == [0, 7, 9]
-    assert temporal_ids(replace(video, source_fps=30.0, duration=1 / 3)) == [0, 2, 3]
 
 
 def test_six_frames_become_64_tokens():

@@ -1,4 +1,7 @@
-"""Embeddings that were made before, instead of pixels. Oracle: the same call with pixels, id for id."""
+"""Embeddings that were made before, instead of pixels.
+
+Oracle: the same call with pixels, id for id.
+"""
 
 import pytest
 import torch
@@ -18,7 +21,10 @@ CONTENT = [
 
 
 def test_layouts_of_a_family_without_grids_go_where_grids_go():
-    """Pixels and embeddings of images and a clip give the ids of `trace`. Images alone: `test_every_family.py`."""
+    """Pixels and embeddings of images and a clip give the ids of `trace`.
+
+    Images alone: `test_every_family.py`.
+    """
     vlm = random_model("MiniCPM-V 4.5")
     run = vlm.trace("What is it?", images=PHOTOS, videos=[CLIP], max_new_tokens=8)
     arguments = {}
@@ -85,53 +91,25 @@ def test_the_encoder_does_not_run(vlm, prompt, monkeypatch):
         vlm.generate(input_ids, max_new_tokens=1, **pixels)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"image_embeds": lambda x: x[:-1]},
-            ValueError,
-            r"image_embeds: dimension 0 must be \d+, got \d+ patches or tokens of",
-        ),
-        ({"image_embeds": lambda x: x[:, :-1]}, ValueError, r"image_embeds: dimension 1 must be \d+, got \d+ channels"),
-        ({"image_embeds": lambda x: [x]}, ValueError, r"image_embeds: expected tensors of \[.*\] tokens, one for each"),
-        ({"image_embeds": lambda x: [x, x]}, ValueError, r"image_embeds: expected tensors of \[.*\] tokens, one for"),
-        ({"video_embeds": lambda x: x.long()}, TypeError, "video_embeds: expected floating-point numbers"),
-        ({"video_embeds": lambda x: None}, ValueError, "pixel_values_videos, video_grid_thw: expected both or neither"),
-        (
-            {"pixel_values": lambda _: torch.zeros(4, 4)},
-            ValueError,
-            r"expected both or neither .*, got \['pixel_values', 'image_embeds'",
-        ),
-        ({"second_per_grid_ts": lambda _: [1.0, 2.0]}, ValueError, "second_per_grid_ts: expected one number for each"),
-    ],
-)
-def test_what_does_not_fit_is_named(vlm, prompt, change, error, message):
-    input_ids, _, embeds = prompt
-    [(name, function)] = change.items()
-    with pytest.raises(error, match=message):
-        vlm.generate(input_ids, max_new_tokens=1, **(embeds | {name: function(embeds.get(name))}))
+WRONG_EMBEDS = {  # the error, the argument, and what becomes of it
+    r"dimension 0 must be \d+, got \d+ patches or tokens of": ("image_embeds", lambda x: x[:-1]),
+    r"dimension 1 must be \d+, got \d+ channels": ("image_embeds", lambda x: x[:, :-1]),
+    r"expected tensors of \[.*\] tokens, one for each": ("image_embeds", lambda x: [x]),
+    "expected floating-point numbers": ("video_embeds", lambda x: x.long()),
+    "expected both or neither": ("pixel_values", lambda _: torch.zeros(4, 4)),
+    "expected one number for each": ("second_per_grid_ts", lambda _: [1.0, 2.0]),
+}
+WRONG_PIXELS = {
+    r"got \d+ patches or tokens of image_grid_thw": ("pixel_values", lambda x: x[1:]),
+    r"pixel_values: dimension 1 must be \d+": ("pixel_values_videos", lambda x: x[:, 1:]),
+    r"video_grid_thw\[0\]: expected \(t, h, w\)": ("video_grid_thw", lambda _: [(1, 2)]),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda a: {"pixel_values": a["pixel_values"][1:]}, ValueError, r"got \d+ patches or tokens of image_grid_thw"),
-        (lambda a: {"pixel_values": a["pixel_values"].long()}, TypeError, "pixel_values: expected floating-point"),
-        (
-            lambda a: {"pixel_values_videos": a["pixel_values_videos"][:, 1:]},
-            ValueError,
-            r"pixel_values: dimension 1 must be \d+",
-        ),
-        (lambda a: {"video_grid_thw": [(1, 2)]}, ValueError, r"video_grid_thw\[0\]: expected \(t, h, w\)"),
-    ],
-)
-def test_pixels_that_do_not_fit_are_named(vlm, prompt, change, error, message):
-    input_ids, pixels, _ = prompt
-    with pytest.raises(error, match=message):
-        vlm.generate(input_ids, max_new_tokens=1, **(pixels | change(pixels)))
-
-
-def test_ids_are_integers(vlm, prompt):
-    with pytest.raises(TypeError, match="input_ids: expected integers, got dtype torch.float32"):
-        vlm.generate(prompt[0].float())
+@pytest.mark.parametrize("message", [*WRONG_EMBEDS, *WRONG_PIXELS])
+def test_what_does_not_fit_is_named(vlm, prompt, message):
+    input_ids, pixels, embeds = prompt
+    given = embeds if message in WRONG_EMBEDS else pixels
+    name, change = (WRONG_EMBEDS | WRONG_PIXELS)[message]
+    with pytest.raises((ValueError, TypeError), match=message):
+        vlm.generate(input_ids, max_new_tokens=1, **given | {name: change(given.get(name))})

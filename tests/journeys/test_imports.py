@@ -1,4 +1,7 @@
-"""What a start imports, which is nearly all of a tiny model's time to its first answer. Oracle: `sys.modules`."""
+"""What a start imports, which is nearly all of a tiny model's time to its first answer.
+
+Oracle: `sys.modules`.
+"""
 
 import subprocess
 import sys
@@ -35,7 +38,8 @@ def test_import_refvl_takes_nothing_along(imported):
 
 
 def test_an_answer_imports_what_it_needs(imported):
-    """No package that draws, decodes videos or parses command lines; of transformers' models this family's."""
+    """No package that draws, decodes videos or parses command lines; of transformers' models this
+    family's."""
     assert {name.split(".")[0] for name in imported["chat"]} & NEVER == set()
     assert {name for name in imported["chat"] if name.startswith(OTHERS)} == set()
     code = {name for name in imported["chat"] if name.startswith("transformers.models.") and ".modeling_" in name}

@@ -37,5 +37,6 @@ def test_a_trace_says_what_happened(vlm):
     for stage, shapes, seconds in trace.rows():
         largest = trace.magnitude(stage)
         assert f"{stage:<14}{seconds:9.4f} s  {largest:>9}  {shapes}" in text
-    assert text.startswith(f"Trace of {trace.text!r}") and text.count("\n") == len(trace.seconds)
+    assert text.startswith(f"Trace of {trace.text!r}")
+    assert text.count("\n") == len(trace.seconds)
     assert refvl.Trace().positions is None

@@ -1,4 +1,7 @@
-"""`trace(replace=...)`. Oracle: the same change by hand - a patched function, a changed weight - and the plain run."""
+"""`trace(replace=...)`.
+
+Oracle: the same change by hand - a patched function, a changed weight - and the plain run.
+"""
 
 import copy
 from dataclasses import replace as with_fields
@@ -32,7 +35,8 @@ def test_a_function_that_returns_what_it_gets_changes_nothing(name):
     request = {"prompt": "What is it?", "images": [PICTURE, DATA / "pictures/page.png"], "max_new_tokens": 3}
     has_table = any(TABLE.search(name) for name, _ in vlm.encoder.named_parameters())
     stages = [*RESULTS, *["position_table"] * has_table]
-    plain, changed = vlm.trace(**request), vlm.trace(**request, replace={stage: same(stage) for stage in stages})
+    plain = vlm.trace(**request)
+    changed = vlm.trace(**request, replace={stage: same(stage) for stage in stages})
     assert set(called) == set(stages)
     assert torch.equal(plain.inputs_embeds, changed.inputs_embeds)
     assert torch.equal(plain.first_logits, changed.first_logits)
@@ -66,7 +70,8 @@ def test_a_field_of_the_plan_is_that_of_the_function(model):
     of_plans = {"plan": lambda plans: [with_fields(p, window_index=p.window_index[order]) for p in plans]}
     for replaced in ({"window_index": lambda index: index[order]}, of_plans):
         found = model.trace(**WHERE, replace=replaced)
-        assert torch.equal(found.embeds[0], by_hand) and not torch.equal(by_hand, plain.embeds[0])
+        assert torch.equal(found.embeds[0], by_hand)
+        assert not torch.equal(by_hand, plain.embeds[0])
 
 
 def test_a_table_is_that_of_the_function_and_the_model_keeps_its_own():
@@ -89,7 +94,8 @@ def test_masks_rows_and_embeddings_go_on_as_they_are_returned(model):
     pruned, masks = model.trace(**asked, pruning_rate=0.5), []
     masks += pruned.keep_masks
     found = model.trace(**asked, replace={"prune": lambda _: masks})
-    assert torch.equal(found.positions, pruned.positions) and found.token_ids == pruned.token_ids
+    assert torch.equal(found.positions, pruned.positions)
+    assert found.token_ids == pruned.token_ids
 
     grey = model.trace(**WHERE, replace={"patchify": lambda items: [torch.zeros_like(p.pixel_values) for p in items]})
     with torch.inference_mode():
@@ -98,8 +104,6 @@ def test_masks_rows_and_embeddings_go_on_as_they_are_returned(model):
 
     swapped = model.trace(**WHERE, replace={"embeds": lambda embeds: [e.flip(0) for e in embeds]})
     assert torch.equal(swapped.embeds[0], model.trace(**WHERE).embeds[0].flip(0))
-    zeroed = model.trace(**WHERE, replace={"merge": torch.zeros_like})
-    assert not zeroed.inputs_embeds.any()
 
 
 def test_graphs_and_cache_of_a_model_are_left_alone(tmp_path):

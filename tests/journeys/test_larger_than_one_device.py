@@ -1,10 +1,12 @@
-"""The text model over several devices, placed by transformers. Oracle: the ids of the model on one device."""
+"""The text model over several devices, placed by transformers.
+
+Oracle: the ids of the model on one device.
+"""
 
 import os
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
 from forked import CONTEXT, torchrun_variables
 from transformers.distributed import DistributedConfig
 
@@ -16,41 +18,24 @@ PLACES = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layer
           "lm_head")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-def answer(folder, **kwargs) -> list[int]:
-    vlm = refvl.load(folder, device="cpu", progress=False, **kwargs)
-    return vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids
-
-
-@pytest.fixture(scope="module")
-def on_one_device(folder):
-    ids = answer(folder)
+@pytest.fixture
+def on_one_device(vlm):
+    ids = vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids
     assert len(set(ids)) > 4
     return ids
 
 
 @pytest.mark.parametrize("on_disk", [["model.layers.1"], ["model.layers.0", "model.layers.2", "lm_head"]], ids=str)
-def test_a_device_map_changes_no_id(on_disk, folder, on_one_device, tmp_path):
+def test_a_device_map_changes_no_id(on_disk, checkpoint, on_one_device, tmp_path):
     """Some layers in memory, the others on disk, as a map over two devices would split them."""
     pytest.importorskip("accelerate")
     device_map = {place: "disk" if place in on_disk else "cpu" for place in PLACES}
-    vlm = refvl.load(folder, device="cpu", progress=False, device_map=device_map, offload_folder=tmp_path)
-    offloaded = {name for name, weight in vlm.language_model.named_parameters() if weight.is_meta}
-    assert offloaded and all(any(name.startswith(f"{place}.") for place in on_disk) for name in offloaded)
+    placed = {"device_map": device_map, "offload_folder": tmp_path}
+    vlm = refvl.load(checkpoint, device="cpu", progress=False, **placed)
+    offloaded = [name for name, weight in vlm.language_model.named_parameters() if weight.is_meta]
+    assert offloaded
+    assert all(name.startswith(tuple(f"{place}." for place in on_disk)) for name in offloaded)
     assert vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids == on_one_device
-
-
-def test_a_map_without_accelerate_says_so(folder, monkeypatch):
-    """transformers' own message; nothing of the map is dropped in silence."""
-    from transformers.integrations import accelerate
-
-    monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
-    with pytest.raises((ValueError, ImportError), match="accelerate"):
-        answer(folder, device_map=dict.fromkeys(PLACES, "cpu"))
 
 
 def work(rank, environment, folder, results):
@@ -67,12 +52,12 @@ def work(rank, environment, folder, results):
 
 
 @pytest.mark.thorough
-def test_tensor_parallel_processes_give_the_same_ids(folder, on_one_device):
+def test_tensor_parallel_processes_give_the_same_ids(checkpoint, on_one_device):
     """Two processes hold half of each layer's columns and generate the same."""
     pytest.importorskip("accelerate")
     results = CONTEXT.Queue()
     processes = [
-        CONTEXT.Process(target=work, args=(rank, environment, folder, results))
+        CONTEXT.Process(target=work, args=(rank, environment, checkpoint, results))
         for rank, environment in enumerate(torchrun_variables(2))
     ]
     for process in processes:
@@ -81,6 +66,6 @@ def test_tensor_parallel_processes_give_the_same_ids(folder, on_one_device):
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]
     found = sorted(results.get(timeout=10) for _ in processes)
-    text = refvl.load(folder, weights="random", device="meta").config.get_text_config()
+    text = refvl.load(checkpoint, weights="random", device="meta").config.get_text_config()
     half = (text.intermediate_size // 2, text.hidden_size)
     assert found == [(0, half, on_one_device), (1, half, on_one_device)]

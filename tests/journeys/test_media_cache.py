@@ -1,21 +1,23 @@
-"""The media cache. Oracle: the same model without it, and a tower that refuses to run where a hit is promised."""
+"""The media cache.
+
+Oracle: the same model without it, and a tower that refuses to run where a hit is promised.
+"""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from random_models import MAKERS, WITHOUT_VIDEOS, random_folder, random_model
-from shipped import shipped
 
 import refvl
 from refvl.encoders.tower import send_rows
 from refvl.graphs import EncoderGraphManager
-from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.serving import media_cache
 from refvl.serving.media_cache import CachedVLM, MediaCache
@@ -52,11 +54,8 @@ def no_tower(model):
     def refuse(*_):
         raise AssertionError("the tower ran")
 
-    handle = model.encoder.register_forward_pre_hook(refuse)
-    try:
+    with model.encoder.register_forward_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()
 
 
 @each_family
@@ -66,7 +65,9 @@ def test_nothing_is_encoded_twice(name):
     want = random_model(name).trace("What is it?", max_new_tokens=6, **media)
     first = model.trace("What is it?", max_new_tokens=6, **media)
     n = len(want.patches)
-    assert counts(model) == (0, n) and first.cached == [False] * n and not first.seconds_saved
+    assert counts(model) == (0, n)
+    assert first.cached == [False] * n
+    assert not first.seconds_saved
     with no_tower(model):
         again = model.trace("What is it?", max_new_tokens=6, **media)
     assert counts(model) == (n, n) and again.cached == [True] * n
@@ -80,17 +81,8 @@ def test_nothing_is_encoded_twice(name):
 ASKED = {
     "stream": lambda m: "".join(m.chat("And this?", images=[A], max_new_tokens=6, stream=True)),
     "chunks": lambda m: m.chat("And this?", images=[A], max_new_tokens=6, prefill_chunk=99),
-    "second turn": lambda m: m.chat(
-        [
-            {"role": "user", "content": [{"type": "image", "image": A}, {"type": "text", "text": "What?"}]},
-            {"role": "assistant", "content": "A square."},
-            {"role": "user", "content": "And this?"},
-        ],
-        max_new_tokens=6,
-    ),
     "batch": lambda m: m.chat_batch([{"prompt": f"{i}?", "images": [A] * i} for i in range(3)], max_new_tokens=6),
     "pruned": lambda m: m.chat("And this?", videos=[CLIP], max_new_tokens=6, pruning_rate=0.5),
-    "beams": lambda m: m.chat("And this?", images=[A], max_new_tokens=6, num_beams=2),
     "feature map": lambda m: m.feature_map(A).tolist(),
     "generate": lambda m: m.generate(**tensors(), max_new_tokens=6).tolist(),
 }
@@ -112,19 +104,12 @@ def test_every_way_of_asking_uses_it(ask):
         assert ask(model) == want
 
 
-def test_another_prompt_order_and_rate_are_hits():
-    model = qwen()
-    model.encode([A, B], [CLIP])
-    with no_tower(model):
-        model.chat("One?", images=[B], max_new_tokens=1)
-        model.chat("Two?", images=[B, A, B], videos=[CLIP], max_new_tokens=1, pruning_rate=0.3)
-    assert counts(model) == (5, 3)
-
-
 def test_a_medium_that_comes_twice_is_encoded_once():
     model = qwen()
     one, two, other = model.encode([A, A, B])
     assert counts(model) == (1, 2) and torch.equal(one, two) and not torch.equal(one, other)
+    model.media_cache.clear()
+    assert model.media_cache.stats() == media_cache.MediaCacheStats()
 
 
 def test_misses_alone_go_through_the_graphs():
@@ -134,7 +119,8 @@ def test_misses_alone_go_through_the_graphs():
     want = random_model("Qwen2.5-VL").encode([A, B, C])
     model.encode([B])
     trace = model.trace("What?", images=[A, B, C], max_new_tokens=2)
-    assert trace.cached == [False, True, False] and {i for b in trace.graph_batches for i in b.indices} == {0, 2}
+    assert trace.cached == [False, True, False]
+    assert {i for b in trace.graph_batches for i in b.indices} == {0, 2}
     assert model.graphs.stats().hits == 3
     for ours, theirs in zip(trace.embeds, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -144,17 +130,20 @@ def test_misses_alone_go_through_the_graphs():
 
 
 def test_times_are_in_the_key_where_the_tower_reads_them():
-    """The same frames at another rate: MiniCPM-V 4.5 gives them other times, Qwen2.5-VL's tower sees no time."""
+    """The same frames at another rate: MiniCPM-V 4.5 gives them other times, Qwen2.5-VL's tower
+    sees no time."""
     slow, fast = (load_video(CLIP, fps=fps) for fps in (1.0, 4.0))
     for name, hits in (("MiniCPM-V 4.5", 0), ("Qwen2.5-VL", 1)):
         model = cached(random_model(name))
         first, second = model.encode(videos=[slow])[0], model.encode(videos=[fast])[0]
-        assert counts(model) == (hits, 2 - hits) and torch.equal(first, second) == bool(hits)
+        assert counts(model) == (hits, 2 - hits)
+        assert torch.equal(first, second) == bool(hits)
         assert torch.equal(second, random_model(name).encode(videos=[fast])[0])
 
 
 def test_preprocessing_is_in_the_key():
-    """Another mean gives other values of the same levels; another layout other neighbours of the same rows."""
+    """Another mean gives other values of the same levels; another layout other neighbours of the
+    same rows."""
     model = own_qwen()
     model.encode([A])
     config = model.processor.image_config
@@ -172,26 +161,10 @@ def change_in_place(encoder):
         encoder.merger.mlp[2].bias.add_(1.0)
 
 
-def step_of_an_optimizer(encoder):
-    [bias] = parameters = [encoder.merger.mlp[2].bias]
-    bias.grad = torch.ones_like(bias)
-    torch.optim.SGD(parameters, lr=1.0).step()
-
-
-def through_meta(encoder):
-    """Old weights are gone before new ones come, often at the same addresses and with the same versions."""
-    weights = {name: x + 1 for name, x in encoder.state_dict().items()}
-    encoder.to("meta").to_empty(device="cpu").load_weights(weights.items())
-
-
 CHANGES = {
     "in place": change_in_place,
-    "an optimizer": step_of_an_optimizer,
-    "load_state_dict": lambda e: e.load_state_dict({n: x + 1 for n, x in e.state_dict().items()}),
     "assigned": lambda e: e.load_state_dict({n: x + 1 for n, x in e.state_dict().items()}, assign=True),
-    "through meta": through_meta,
     "dtype": lambda e: e.to(torch.bfloat16),
-    "a module": lambda e: setattr(e, "merger", type(e.merger)(e.config)),
     "a parameter": lambda e: setattr(e.merger.mlp[2], "bias", torch.nn.Parameter(e.merger.mlp[2].bias + 1)),
 }
 
@@ -204,8 +177,9 @@ def test_other_weights_miss(change):
         change(model.encoder)
         [after] = model.encode([A])
         model.media_cache.clear()
-        assert torch.equal(after, model.encode([A])[0]) and not torch.equal(after.float(), before.float())
-        if change in (CHANGES["dtype"], CHANGES["a module"]):
+        assert torch.equal(after, model.encode([A])[0])
+        assert not torch.equal(after.float(), before.float())
+        if change is CHANGES["dtype"]:
             break
 
 
@@ -249,19 +223,11 @@ def test_what_is_larger_than_the_cache_drives_nothing_out():
     model = qwen(MediaCache(len(rows)))
     model.encode([small])
     for _ in range(2):
-        assert len(larger) > len(rows) and torch.equal(model.encode([A])[0], random_model("Qwen2.5-VL").encode([A])[0])
+        assert len(larger) > len(rows)
+        assert torch.equal(model.encode([A])[0], random_model("Qwen2.5-VL").encode([A])[0])
     with no_tower(model):
         model.encode([small])
     assert counts(model) == (1, 3)
-
-
-def test_clear_drops_and_counts_from_zero():
-    model = qwen()
-    model.encode([A, A])
-    model.media_cache.clear()
-    assert model.media_cache.stats() == media_cache.MediaCacheStats()
-    model.encode([A])
-    assert counts(model) == (0, 1)
 
 
 @torch.inference_mode()
@@ -286,56 +252,28 @@ def test_a_watched_run_looks_inside_a_tower_that_runs():
 
 def test_threads_share_a_cache():
     """Each asks for all items in its own order, again and again, and overwrites what it gets."""
-    model, start, results = qwen(), threading.Barrier(4), dict[int, list[torch.Tensor]]()
-    orders = [np.random.default_rng(i).permutation(3).tolist() for i in range(4)]
+    model, start = qwen(), threading.Barrier(4)
+    want = random_model("Qwen2.5-VL").encode([A, B, C])
 
     def ask(i: int) -> None:
+        order = np.random.default_rng(i).permutation(3).tolist()
         start.wait(60)
         for _ in range(3):
-            rows = model.encode([(A, B, C)[n] for n in orders[i]])
-            results[i] = [x.clone() for x in rows]
-            with torch.inference_mode():
-                for x in rows:
-                    x.zero_()
+            for n, rows in zip(order, model.encode([(A, B, C)[n] for n in order]), strict=True):
+                torch.testing.assert_close(rows, want[n], rtol=0, atol=1e-4 * float(want[n].abs().max()))
+                with torch.inference_mode():
+                    rows.zero_()
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
     hits, misses = counts(model)
     assert hits + misses == 4 * 3 * 3 and 3 <= misses <= 4 * 3
-    want = random_model("Qwen2.5-VL").encode([A, B, C])
-    for i, found in results.items():
-        for n, rows in zip(orders[i], found, strict=True):
-            torch.testing.assert_close(rows, want[n], rtol=0, atol=1e-4 * float(want[n].abs().max()))
-
-
-def test_models_share_a_cache():
-    """Two checkpoints of one shape: the weights are in the key."""
-    shared, other = MediaCache(4096), own_qwen()
-    change_in_place(other.encoder)
-    qwen(shared).encode([A])
-    behind = cached(other, shared)
-    other.media_cache = None
-    assert torch.equal(behind.encode([A])[0], other.encode([A])[0])
 
 
 @pytest.mark.parametrize("limit", [0, 1.5, "many"])
 def test_the_limit_is_a_positive_number(limit):
     with pytest.raises((ValueError, TypeError), match="^media_cache: "):
         refvl.load(random_folder("Qwen2.5-VL"), device="cpu", progress=False, media_cache=limit)
-
-
-def test_six_prompts_about_two_pictures_on_a_trained_model():
-    """Seven of nine media are hits, and every answer is what the model says without a cache."""
-    plain = shipped("tiny-qwen2_5_vl")
-    model = cached(plain)
-    scene, coffee = DATA / "pictures" / "scene.png", DATA / "pictures" / "coffee.jpg"
-    for images in ([scene], [scene], [coffee], [scene, coffee], [coffee, scene], [scene, scene]):
-        question = partial(refvl.VLM.chat, prompt="What color is the circle?", images=images, max_new_tokens=4)
-        assert question(model) == question(plain)
-    assert counts(model) == (7, 2)
 
 
 def test_rows_of_the_caller_on_any_device_have_a_key():

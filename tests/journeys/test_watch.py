@@ -1,8 +1,9 @@
 """What `trace(..., attentions=True, hidden_states=True)` keeps.
 
-Oracles: of the language model transformers' text model with eager attention, given the whole conversation at once
-(Step3's is refvl's own, which tests/language compares with Llama); of the towers of Qwen and GLM transformers' towers,
-their eager attention overheard; of the others the softmax written out.
+Oracles: of the language model transformers' text model with eager attention, given the whole
+conversation at once (Step3's is refvl's own, which tests/language compares with Llama); of the
+towers of Qwen and GLM transformers' towers, their eager attention overheard; of the others the
+softmax written out.
 """
 
 import functools
@@ -38,7 +39,8 @@ FAMILIES += [f"MiniCPM-V {version}" for version in ("2.0", "4.0", "4.5")]
 
 @functools.cache
 def watched(name: str) -> Trace:
-    """Two pictures of different shapes and, where there are clips, one that is pruned where it can be."""
+    """Two pictures of different shapes and, where there are clips, one that is pruned where it can
+    be."""
     clip = {} if name in WITHOUT_VIDEOS else {"videos": [MOVING]}
     model, options = random_model(name), BOTH | {"max_new_tokens": 6, "min_new_tokens": 4}
     rate = {"pruning_rate": 0.5} if model.family.can["pruning"] else {}
@@ -46,35 +48,42 @@ def watched(name: str) -> Trace:
 
 
 def assert_weights_agree(actual: Tensor, expected: Tensor, steps: int) -> None:
-    """A weight is off by at most as much as its score is, and the smallest weight tells how large scores are."""
+    """A weight is off by at most as much as its score is, and the smallest weight tells how large
+    scores are."""
     assert_agree(actual, expected, steps, scale=-float(expected[expected > 0].log().min()))
 
 
 # ---------------------------------------------------------------------------------------------- language model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_language_model_equals_transformers(name):
-    """One forward of transformers' text model over prompt and answer, against prefill and steps with a cache."""
-    model = random_model(name)
-    trace, text = watched(name), model.language_model
+def their_pass(model, trace: Trace):
+    """transformers' text model with eager attention over prompt and answer at once."""
+    text = model.language_model
     oracle = AutoModel.from_config(deepcopy(text.config), attn_implementation="eager").eval()
     oracle.load_state_dict(text.model.state_dict())
-    answer, length = torch.tensor(trace.token_ids[:-1]), len(trace.input_ids)
+    answer = torch.tensor(trace.token_ids[:-1])
     embeds = torch.cat([trace.inputs_embeds, text.get_input_embeddings()(answer)])  # scaled in MiniCPM-V 2.0
     steps = trace.positions[:, -1:] + 1 + torch.arange(len(answer))
     positions = torch.cat([trace.positions, steps], dim=1)[:, None]
-    positions = positions if model.family.name.startswith(("Qwen", "GLM")) else positions[0]
-    want = oracle(
-        inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
-        output_attentions=True, output_hidden_states=True,
-    )  # fmt: skip
-    queries = length + len(answer)
+    if not model.family.name.startswith(("Qwen", "GLM")):
+        positions = positions[0]
+    options = {"use_cache": False, "output_attentions": True, "output_hidden_states": True}
+    return oracle, oracle(inputs_embeds=embeds[None], position_ids=positions, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_language_model_equals_transformers(name):
+    """One forward of transformers' text model over prompt and answer, against prefill and steps
+    with a cache."""
+    model = random_model(name)
+    trace, text = watched(name), model.language_model
+    oracle, want = their_pass(model, trace)
+    queries = len(trace.input_ids) + len(trace.token_ids) - 1
     assert {tuple(a.shape) for a in trace.attentions} == {(text.config.num_attention_heads, queries, queries)}
     assert len(trace.attentions) + 1 == len(trace.hidden_states) == text.config.num_hidden_layers + 1
     if trace.keep_masks[-1] is not None:
-        assert length < len(trace.full_ids)
+        assert len(trace.input_ids) < len(trace.full_ids)
     for ours, theirs in zip(trace.attentions, want.attentions, strict=True):
         assert_weights_agree(ours, theirs[0], roundings(oracle))
         assert not ours.triu(1).any()
@@ -88,18 +97,11 @@ def test_language_model_equals_transformers(name):
     ids=["static cache", "sliding window"],
 )
 def test_keys_stand_at_their_tokens_whatever_the_cache(tmp_path, text_config, options):
-    """Oracle: transformers' one pass. A static cache is longer than its keys, a window drops the first ones."""
+    """A static cache is longer than its keys, a window drops the first ones."""
     more = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 3} if text_config else {}
     model = refvl.load(make_checkpoint(tmp_path, text_config=text_config | more), device="cpu", progress=False)
     trace = model.trace("Which?", images=[TALL], max_new_tokens=6, min_new_tokens=4, attentions=True, **options)
-    text = model.language_model
-    oracle = AutoModel.from_config(deepcopy(text.config), attn_implementation="eager").eval()
-    oracle.load_state_dict(text.model.state_dict())
-    answer = torch.tensor(trace.token_ids[:-1])
-    embeds = torch.cat([trace.inputs_embeds, oracle.embed_tokens(answer)])
-    positions = torch.cat([trace.positions, trace.positions[:, -1:] + 1 + torch.arange(len(answer))], dim=1)
-    with torch.no_grad():
-        want = oracle(inputs_embeds=embeds[None], position_ids=positions[:, None], output_attentions=True)
+    oracle, want = their_pass(model, trace)
     for ours, theirs in zip(trace.attentions, want.attentions, strict=True):
         assert_weights_agree(ours, theirs[0], roundings(oracle))
     assert (trace.attentions[0][:, -1] == 0).any() == bool(text_config)
@@ -124,13 +126,15 @@ def eager_attention(kept: list[Tensor]):
 @pytest.mark.parametrize("family", sorted(CLASSES))
 @torch.no_grad()
 def test_tower_equals_transformers(family, monkeypatch):
-    """Segment by segment and block by block; their rows are told apart by what the patch embedding makes of them."""
+    """Segment by segment and block by block; their rows are told apart by what the patch embedding
+    makes of them."""
     config, kept = CLASSES[family].config_class.tiny(), list[Tensor]()
     theirs = transformers_tower(family, config, std=0.08)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "overheard", eager_attention(kept))
     theirs.config._attn_implementation = "overheard"
     watch = TowerWatch(same_weights(family, theirs, config), **BOTH)
-    patches, trace = random_patches(GRIDS, config), Trace(metadata=[watch.encoder.plan(GRIDS)])
+    patches = random_patches(GRIDS, config)
+    trace = Trace(metadata=[watch.encoder.plan(GRIDS)])
     want = theirs(patches, torch.tensor(frames_of(GRIDS)), output_hidden_states=True)
     watch.encoder(patches, metadata=trace.metadata[0])
     watch.fill(trace)
@@ -150,55 +154,64 @@ def test_tower_equals_transformers(family, monkeypatch):
 @pytest.mark.parametrize("name", ["Step3-VL", "MiniCPM-V 2.0", "MiniCPM-V 4.5"])
 @torch.no_grad()
 def test_towers_without_rotary_equal_the_formula(name):
-    """Oracle: softmax(q k / sqrt(K)) in float64 over the rows of a segment, head by head, from the kept states."""
+    """Oracle: softmax(q k / sqrt(K)) in float64 over the rows of a segment, head by head, from the
+    kept states."""
     encoder = randomize(deepcopy(random_model(name).encoder), 0.08)
     layouts = {"Step3-VL": [(1, 2), (0, 0)]}.get(name, [((2, 3), (3, 3)), ((4, 2), (1, 3))])
-    watch, trace = TowerWatch(encoder, **BOTH), Trace(metadata=[encoder.plan(layouts[:1]), encoder.plan(layouts[1:])])
-    for layout, metadata in zip(layouts, trace.metadata, strict=True):  # as a long encode, in two forwards
+    plans = [encoder.plan([layout]) for layout in layouts]
+    watch, trace = TowerWatch(encoder, **BOTH), Trace(metadata=plans)
+    for layout, metadata in zip(layouts, plans, strict=True):  # as a long encode, in two forwards
         [layout] = encoder.check_layouts([layout])
-        watch.encoder(random_rows(encoder.item_size(layout)[0], encoder.config.patch_values), metadata=metadata)
+        rows = random_rows(encoder.item_size(layout)[0], encoder.config.patch_values)
+        watch.encoder(rows, metadata=metadata)
     watch.fill(trace)
-    for block, segments, state in zip(
-        encoder.blocks, trace.tower_attentions, trace.tower_hidden_states[:-1], strict=True
-    ):
+    steps, states = roundings(encoder), trace.tower_hidden_states[:-1]
+    for block, segments, state in zip(encoder.blocks, trace.tower_attentions, states, strict=True):
         for rows, weights in segments:
             is_patch = rows >= 0  # class tokens are no patches: without them the ratios of the weights are known
             weights = weights[:, is_patch][:, :, is_patch]
             expected = slow_weights(block, state[rows[is_patch]])
-            assert_weights_agree(weights / weights.sum(-1, keepdim=True), expected, roundings(encoder))
+            assert_weights_agree(weights / weights.sum(-1, keepdim=True), expected, steps)
 
 
 def slow_weights(block, x_SE: Tensor) -> Tensor:
-    """(H, S, S) float64 of a SigLIP or Step3 block; Step3 norms what attention gives, not what it is given."""
+    """(H, S, S) float64 of a SigLIP or Step3 block; Step3 norms what attention gives, not what it
+    is given."""
     attention = block.self_attn
-    step3 = hasattr(attention, "qkv_proj")
-    q, k, _ = (attention.qkv_proj if step3 else attention.qkv)(x_SE if step3 else block.layer_norm1(x_SE)).chunk(3, -1)
-    heads = zip(q.double().chunk(attention.num_heads, -1), k.double().chunk(attention.num_heads, -1), strict=True)
-    return torch.stack([(q @ k.T / q.shape[1] ** 0.5).softmax(-1) for q, k in heads])
+    if hasattr(attention, "qkv_proj"):
+        qkv = attention.qkv_proj(x_SE)
+    else:
+        qkv = attention.qkv(block.layer_norm1(x_SE))
+    q, k, _ = (x.double().unflatten(-1, (attention.num_heads, -1)) for x in qkv.chunk(3, -1))
+    scores = torch.einsum("shk,thk->hst", q, k)
+    return (scores / q.shape[-1] ** 0.5).softmax(-1)
 
 
 # --------------------------------------------------------------------------------------------------- the border
 
 
 def test_a_run_that_is_watched_is_the_same_run():
-    """Oracle: the run without, and the model afterwards: no hook, no other attention, no tensor of its own."""
+    """Oracle: the run without, and the model afterwards: no hook, no other attention, no tensor of
+    its own."""
     model = random_model("Qwen2.5-VL")
     options = {"images": [TALL], "videos": [MOVING], "pruning_rate": 0.5, "max_new_tokens": 6}
     before = model.trace("Which?", **options)
-    for asked in (BOTH, {"attentions": True}, {"hidden_states": True}):
-        trace = model.trace("Which?", **options, **asked)
-        assert trace.token_ids == before.token_ids and trace.text == before.text
-        assert all(torch.equal(a, b) for a, b in zip(trace.embeds, before.embeds, strict=True))
-        assert bool(trace.attentions) == bool(trace.tower_attentions) == ("attentions" in asked)
-        assert bool(trace.hidden_states) == bool(trace.tower_hidden_states) == ("hidden_states" in asked)
-    assert not (before.attentions or before.hidden_states or before.tower_attentions or before.tower_hidden_states)
+    assert not (before.attentions or before.hidden_states)
+    assert not (before.tower_attentions or before.tower_hidden_states)
+    for kept, other in (("attentions", "hidden_states"), ("hidden_states", "attentions")):
+        trace = model.trace("Which?", **options, **{kept: True})
+        assert trace.token_ids == before.token_ids
+        assert all(map(torch.equal, trace.embeds, before.embeds))
+        assert getattr(trace, kept) and getattr(trace, f"tower_{kept}")
+        assert not getattr(trace, other) and not getattr(trace, f"tower_{other}")
     modules = [*model.encoder.modules(), *model.language_model.modules()]
     assert not any(module._forward_pre_hooks for module in modules)
     assert not any(module._forward_hooks for module in model.encoder.modules())  # transformers' stay, and sleep
     assert model.language_model.config._attn_implementation == "sdpa"
     copy = share_weights(model.language_model)
     pairs = zip(copy.parameters(), model.language_model.parameters(), strict=True)
-    assert all(a is b for a, b in pairs) and not set(modules) & set(copy.modules())
+    assert all(a is b for a, b in pairs)
+    assert not set(modules) & set(copy.modules())
 
 
 def test_what_cannot_be_watched_is_refused():
@@ -215,19 +228,23 @@ def test_what_cannot_be_watched_is_refused():
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_trace_keeps_what_lies_behind_its_answer(name, options):
-    """Oracle: hidden states and logits of every token, as `hidden_states=True` and the output head give them."""
-    model, asked = shipped(name), {"prompt": "What is there?", "images": [WIDE], "max_new_tokens": 6}
+    """Oracle: hidden states and logits of every token, as `hidden_states=True` and the output head
+    give them."""
+    model = shipped(name)
+    asked = {"prompt": "What is there?", "images": [WIDE], "max_new_tokens": 6}
     full, trace = model.trace(**asked, hidden_states=True), model.trace(**asked, **options)
     last, text = len(full.input_ids) - 1, model.language_model
     states = torch.stack([states[last] for states in full.hidden_states])
     with torch.inference_mode():
         logits = text.lm_head(full.hidden_states[-1][last:])
-    assert trace.last_states.shape == states.shape and trace.first_logits.shape == (text.config.vocab_size,)
+    assert trace.last_states.shape == states.shape
+    assert trace.first_logits.shape == (text.config.vocab_size,)
     assert_agree(trace.last_states[:-1], states[:-1], text)  # theirs is normed at the end
     assert_agree(trace.first_logits, logits[0], text)
     if "num_beams" in options:
         assert trace.margins is None
     else:
         best = logits.topk(2).values
-        assert trace.token_ids == full.token_ids and len(trace.margins) == len(trace.token_ids)
+        assert trace.token_ids == full.token_ids
+        assert len(trace.margins) == len(trace.token_ids)
         assert_agree(trace.margins, best[:, 0] - best[:, 1], text, scale=float(logits.abs().max()))

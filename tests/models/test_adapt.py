@@ -1,4 +1,7 @@
-"""Adapting a tiny model to new words. Oracle: the public path on the same scenes, and the scenes before the change."""
+"""Adapting a tiny model to new words.
+
+Oracle: the public path on the same scenes, and the scenes before the change.
+"""
 
 from dataclasses import replace
 
@@ -17,22 +20,20 @@ peft = pytest.importorskip("peft")
 @pytest.mark.parametrize("kind", adapt.NEW)
 def test_only_the_first_object_is_new(kind):
     for index in range(6):
-        old, new = scenes.draw_scene("test", index, objects=(1, 3)), adapt.new_scene("test", index, kind)
-        assert getattr(new.things[0], kind) == adapt.NEW[kind] and new.things[1:] == old.things[1:]
-        same = (
-            {"color": old.things[0].color, "rgb": old.things[0].rgb}
-            if kind == "color"
-            else {"shape": old.things[0].shape}
-        )
+        old = scenes.draw_scene("test", index, objects=(1, 3))
+        new = adapt.new_scene("test", index, kind)
+        assert getattr(new.things[0], kind) == adapt.NEW[kind]
+        assert new.things[1:] == old.things[1:]
+        changes = ("color", "rgb") if kind == "color" else ("shape",)
+        same = {name: getattr(old.things[0], name) for name in changes}
         assert replace(new, things=(replace(new.things[0], **same), *new.things[1:])) == old
         changed = (scenes.render(new) != scenes.render(old)).any(-1)
         row, column = divmod(new.things[0].place, 3)
-        assert (
-            changed.any()
-            and changed[28 * row : 28 * row + 28, 28 * column : 28 * column + 28].sum() > 0.5 * changed.sum()
-        )
+        in_place = changed[28 * row :, 28 * column :][:28, :28]
+        assert changed.any() and in_place.sum() > 0.5 * changed.sum()
         questions = adapt.draw_questions(new, kind, np.random.default_rng(0))
-        assert questions[0].answer == adapt.NEW[kind] and adapt.NEW[kind] in questions[1].text
+        assert questions[0].answer == adapt.NEW[kind]
+        assert adapt.NEW[kind] in questions[1].text
 
 
 @pytest.mark.parametrize("steps", [4, 10])  # a tenth of ten is a warm-up of one step, which once divided by zero

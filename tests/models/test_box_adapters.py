@@ -1,7 +1,7 @@
 """Adapters that answer with boxes. Oracles: the pixels that were painted, the base model, the log.
 
-Asked about images 100,000 and following of the split "test", which are neither among those of the training, nor among
-those that chose the recipe, nor among those of `data/measurements`.
+Asked about images 100,000 and following of the split "test", which are neither among those of the
+training, nor among those that chose the recipe, nor among those of `data/measurements`.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""The scenes that the small models are trained on and asked about. Oracle: the pixels that are drawn."""
+"""The scenes that the small models are trained on and asked about.
+
+Oracle: the pixels that are drawn.
+"""
 
 import hashlib
 from dataclasses import replace
@@ -56,7 +59,10 @@ def test_nobody_stands_in_the_movers_way():
 
 
 def test_exactly_one_object_changes_and_only_when_the_scene_says():
-    """Oracle: the frames. Only the place of the first object differs, and from the second frame of the step on."""
+    """Oracle: the frames.
+
+    Only the place of the first object differs, and from the second frame of the step on.
+    """
     for index in range(40):
         scene = scenes.draw_change("test", index)
         assert scene == scenes.draw_change("test", index)
@@ -66,11 +72,13 @@ def test_exactly_one_object_changes_and_only_when_the_scene_says():
         assert [i for i, is_new in enumerate(changed) if is_new] == [2 * scene.step]
         y, x, _ = np.nonzero(frames[-1] - frames[0])
         assert int(y.mean() // 28) * 3 + int(x.mean() // 28) == scene.things[0].place
-        assert scene.becomes.color != scene.things[0].color and scene.becomes.shape == scene.things[0].shape
+        assert scene.becomes.color != scene.things[0].color
+        assert scene.becomes.shape == scene.things[0].shape
 
 
 def test_scenes_are_still_those_that_the_first_checkpoint_was_trained_on():
-    """Oracle: a checksum taken before there were clips in which a colour changes, of all but the questions."""
+    """Oracle: a checksum taken before there were clips in which a colour changes, of all but the
+    questions."""
     expected = {False: "a665223a58950193", True: "9ffb6aaee939d432"}
     for clip, start in expected.items():
         digest = hashlib.sha256()

@@ -1,4 +1,7 @@
-"""Random checkpoints of a released shape at reduced depth. Oracle: the config, and transformers, which loads them."""
+"""Random checkpoints of a released shape at reduced depth.
+
+Oracle: the config, and transformers, which loads them.
+"""
 
 import json
 
@@ -14,7 +17,8 @@ FAMILIES = {"tiny-qwen2_5_vl": 1, "tiny-qwen3_vl": 2, "tiny-glm4v": 1}  # and th
 
 @pytest.fixture
 def wide(tmp_path):
-    """The config of a shipped model with another width, vocabulary and depth, as a release of its own."""
+    """The config of a shipped model with another width, vocabulary and depth, as a release of its
+    own."""
 
     def make(name: str):
         config = json.loads((DATA / "checkpoints" / name / "config.json").read_text())
@@ -31,15 +35,18 @@ def wide(tmp_path):
 def test_widths_are_the_release_s_and_words_the_small_checkpoint_s(name, wide, tmp_path):
     like = DATA / "checkpoints" / name
     folder = write_shallow(wide(name), tmp_path / "shallow", like=like, depth=FAMILIES[name])
-    model, small = refvl.load(folder, device="cpu", progress=False), refvl.load(like, device="meta", weights="random")
+    model = refvl.load(folder, device="cpu", progress=False)
+    small = refvl.load(like, device="meta", weights="random")
     text = model.language_model.config
     assert model.encoder.config.depth == text.num_hidden_layers == FAMILIES[name]
-    assert (text.intermediate_size, text.vocab_size) == (352, small.language_model.config.vocab_size)
+    assert text.intermediate_size == 352
+    assert text.vocab_size == small.language_model.config.vocab_size
     assert model.token_ids == small.token_ids
     theirs = AutoModelForImageTextToText.from_pretrained(folder)
-    ours = sum(p.numel() for half in (model.encoder, model.language_model) for p in half.parameters())
-    assert ours == sum(p.numel() for p in theirs.parameters())
-    assert len(model.trace("Where?", images=[DATA / "pictures/scene.png"], max_new_tokens=2).token_ids) == 2
+    ours = [*model.encoder.parameters(), *model.language_model.parameters()]
+    assert sum(p.numel() for p in ours) == sum(p.numel() for p in theirs.parameters())
+    trace = model.trace("Where?", images=[DATA / "pictures/scene.png"], max_new_tokens=2)
+    assert len(trace.token_ids) == 2
 
 
 def test_what_cannot_be_cut_is_refused(wide, tmp_path):

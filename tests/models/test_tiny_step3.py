@@ -1,5 +1,7 @@
-"""The tiny Step3: its pages and its checkpoint. Oracles: pixels for what pages say of themselves, and the measurement
-for what crops are worth. `test_training.py` holds its training against the public path.
+"""The tiny Step3: its pages and its checkpoint.
+
+Oracles: pixels for what pages say of themselves, and the measurement for what crops are worth.
+`test_training.py` holds its training against the public path.
 """
 
 import numpy as np
@@ -24,7 +26,8 @@ def drawn(count: int, split: str = "select", **how) -> list[pages.Page]:
 
 
 def test_pages_are_a_function_of_split_and_number():
-    """No held-out page can be drawn in training; and no two letters differ in their brightness alone."""
+    """No held-out page can be drawn in training; and no two letters differ in their brightness
+    alone."""
     found = {(split, pages.draw_page(split, index)) for split in pages.SPLITS for index in range(100)}
     assert len({page for _, page in found}) == len(found) == 100 * len(pages.SPLITS)
     assert pages.draw_page("test", 3) == pages.draw_page("test", 3)
@@ -40,7 +43,8 @@ def test_a_box_stands_inside_one_patch_in_its_colour(crowded):
         for box in page.boxes:
             x, y = box.corner
             square = pixels[y : y + 9, x : x + 9]
-            ink, filled = square.min(-1) >= 250, np.abs(square - np.array(box.rgb)).max(-1) <= 1
+            ink = square.min(-1) >= 250
+            filled = np.abs(square - np.array(box.rgb)).max(-1) <= 1
             assert (ink ^ filled).all() and filled.sum() == 72
             letter = ["".join(".#"[p] for p in row) for row in ink[2:7, 2:7].astype(int)]
             assert letter == list(pages.LETTERS[box.letter])
@@ -87,4 +91,5 @@ def test_the_demo_page_is_read(vlm):
     asked = [question for questions in pages.all_questions(page).values() for question in questions]
     requests = [{"prompt": question.text, "images": [demo_scenes.PAGE]} for question in asked]
     assert graphed.chat_batch(requests, max_new_tokens=16) == [question.answer for question in asked]
-    assert graphed.graphs.path_stats()["local"].hits and graphed.graphs.path_stats()["global"].hits
+    assert graphed.graphs.path_stats()["local"].hits
+    assert graphed.graphs.path_stats()["global"].hits

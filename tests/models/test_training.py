@@ -1,9 +1,8 @@
-"""What training computes for itself is what the public path computes, and training starts for every shipped model.
+"""What training computes for itself is what the public path computes, and training starts for every
+shipped model.
 
 Oracle: traces of the shipped models, which are held against transformers.
 """
-
-import itertools
 
 import numpy as np
 import pytest
@@ -29,7 +28,8 @@ def in_training(family) -> tuple[TinyModel, PromptBuilder]:
 
 
 def check_alone(vlm, trace, question, of_question, logits, batch) -> None:
-    """One question of a batch against its own prompt: the ids up to the answer, and the logits of its every token."""
+    """One question of a batch against its own prompt: the ids up to the answer, and the logits of
+    its every token."""
     answer = batch.targets[of_question]
     embeds = torch.cat([trace.inputs_embeds, vlm.language_model.get_input_embeddings()(answer[:-1])])
     deeper = torch.nn.functional.pad(trace.deepstack, (0, 0, 0, len(answer) - 1))
@@ -42,23 +42,29 @@ def check_alone(vlm, trace, question, of_question, logits, batch) -> None:
     assert vlm.processor.text(answer) == question.answer
 
 
+ASKED = {"picture": ["color", "place"], "motion": ["motion", "color"], "change": ["change", "becomes"]}
+
+
 @pytest.mark.parametrize(("name", "sort"), SORTS)
 @torch.no_grad()
 def test_questions_in_one_row_are_answered_as_if_asked_alone(name, sort):
-    """Rows of pixels, layouts, prompt ids, positions and spans are the pipeline's; then the logits of every answer."""
+    """Rows of pixels, layouts, prompt ids, positions and spans are the pipeline's; then the logits
+    of every answer."""
     family, vlm = FAMILIES[name], shipped(FAMILIES[name].folder.name)
     model, builder = in_training(family)
     scene = scenes.draw_sort(sort, "test", 2)
-    kinds = {"picture": ["color", "place"], "motion": ["motion", "color"], "change": ["change", "becomes"]}[sort]
-    questions = scenes.draw_questions(scene, kinds, np.random.default_rng(0))
-    pixels, is_picture = scenes.render(scene), sort == "picture"
-    pixels = torch.from_numpy(pixels[None] if is_picture else pixels)[None]
+    questions = scenes.draw_questions(scene, ASKED[sort], np.random.default_rng(0))
+    is_picture = sort == "picture"
+    pixels = torch.from_numpy(scenes.render(scene))[None]
+    if is_picture:
+        pixels = pixels[None]
     seconds = None if is_picture else [scene.seconds or scenes.SECONDS]
     batch = builder.batch(pixels, [questions], seconds=seconds)
     logits, rows = model(batch)[0], family.patchify(pixels)
     for i, question in enumerate(questions):
         trace = vlm.trace(question.text, **evaluate_tiny.media_of(scene), max_new_tokens=1)
-        assert rows[1] == trace.layouts and [s.offset for s in batch.spans] == [s.offset for s in trace.spans]
+        assert rows[1] == trace.layouts
+        assert [span.offset for span in batch.spans] == [span.offset for span in trace.spans]
         if name == "qwen3_vl" and is_picture:  # training resizes as the processor resizes videos
             assert float((rows[0] - trace.patches[0].pixel_values).abs().max()) <= 1.01 * LEVEL
             continue
@@ -89,7 +95,8 @@ def test_questions_about_pages_are_answered_as_if_asked_alone(crops):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
-    """Four steps: the tower alone, then with the language model, asides and photographs; every weight learns."""
+    """Four steps: the tower alone, then with the language model, asides and photographs; every
+    weight learns."""
     few = {"steps": 4, "see": 1, "warmup": 1, "measure_every": 100, "measure_on": 2}
     small = few | {"pictures": 4, "clips": 2, "photos": 2, "picture_pool": 8, "clip_pool": 4, "picture_batches": 2}
     if name == "step3":
@@ -111,16 +118,22 @@ def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
 
 
 def test_two_processes_average_their_gradients(tmp_path):
-    """Oracle: the log, and the digest of what is written. A trainer alone keeps its own gradients."""
+    """Oracle: the log, and the digest of what is written.
+
+    A trainer alone keeps its own gradients.
+    """
     small = {"pictures": 2, "clips": 2, "photos": 2, "picture_pool": 8, "clip_pool": 4, "measure_on": 2}
     recipe = train_tiny.Recipe(steps=2, see=1, warmup=1, measure_every=1, **small)
     run.train(train_tiny.make_trainer, ("qwen2_5_vl", recipe), tmp_path)
     lines = (tmp_path / "training_log.jsonl").read_text().splitlines()
-    assert len(lines) == 3 and run.digest(tmp_path) in lines[-1] and run.digest(tmp_path) not in lines[1]
+    assert len(lines) == 3
+    assert run.digest(tmp_path) in lines[-1]
+    assert run.digest(tmp_path) not in lines[1]
     layer = torch.nn.Linear(2, 2)
     layer(torch.ones(1, 2)).sum().backward()
     before, losses = layer.weight.grad.clone(), torch.ones(2)
-    assert run.average_gradients(layer, losses).equal(losses) and layer.weight.grad.equal(before)
+    assert run.average_gradients(layer, losses).equal(losses)
+    assert layer.weight.grad.equal(before)
 
 
 def test_row_mask():
@@ -138,7 +151,10 @@ def test_mistakes_are_refused():
 
 
 def test_muon_is_that_of_torch_without_its_bfloat16(monkeypatch):
-    """Three steps of a wide and a tall matrix in float64. Oracle: torch's own, with its bfloat16 left out."""
+    """Three steps of a wide and a tall matrix in float64.
+
+    Oracle: torch's own, with its bfloat16 left out.
+    """
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     generator = torch.Generator().manual_seed(0)
     ours, theirs = ([torch.nn.Parameter(torch.eye(*shape).double()) for shape in ((6, 9), (9, 4))] for _ in range(2))
@@ -168,7 +184,10 @@ def place_of(token: int, cells: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("cells", CELLS, ids=str)
 def test_exchanges_tell_the_place_that_is_asked_for(cells):
-    """Of vectors, and of positions. Oracle: the place in which the middle of each patch, or token, lies."""
+    """Of vectors, and of positions.
+
+    Oracle: the place in which the middle of each patch, or token, lies.
+    """
     rng, (h, w) = np.random.default_rng(0), cells
     rows_and_columns = [(2 * r + i, 2 * c + j) for r in range(h) for c in range(w) for i in (0, 1) for j in (0, 1)]
     places = [place_of(row * 2 * w + column, (2 * h, 2 * w)) for row, column in rows_and_columns]
@@ -193,49 +212,25 @@ def test_an_exchange_in_training_is_an_exchange_of_weights():
     assert_agree(exchanged, wanted, ours.visual)
 
 
-@pytest.mark.parametrize("name", [name for name in family_names() if name in NAMES])
-@pytest.mark.parametrize(("height", "width"), [(56, 56), (168, 84), (70, 98)])
-def test_a_resized_scene_has_the_layout_of_the_pipeline(name, height, width):
-    """Oracle: the shipped processor, for images, and for videos of six frames if the family resizes videos."""
-    family, scene = find_family(name), torch.zeros(1, 6, 84, 84, 3, dtype=torch.uint8)
-    for frames, argument in ((1, "images"), (6, "videos"))[: 1 if family.packing or not family.clips else 2]:
-        own = train_tiny.resize(scene[:, :frames], (height, width))
-        ready = train_tiny.resize(own, family.target_size(height, width, frames))
-        shown = own[0, 0].numpy() if frames == 1 else own[0].numpy()
-        trace = shipped(family.folder.name).trace("?", **{argument: [shown]}, max_new_tokens=1)
-        assert family.patchify(ready)[1] == trace.layouts
-        rows, columns = family.cells(ready.shape)
-        if not family.sliced and frames == 1:  # an overview has no place of its own
-            assert rows * columns == sum(span.num_tokens for span in trace.spans) - family.reads_canvas
-
-
-def test_labels_of_the_patches_of_other_numbers_of_tokens():
-    """Oracle: the centre of each object, in patches; near a side of a patch the object counts for both."""
-    for index, (h, w) in itertools.product(range(5), ((4, 4), (2, 5))):
-        scene, wanted = scenes.draw_scene("test", index), np.zeros((2 * h, 2 * w, 3), int)
-        for thing, row, column in itertools.product(scene.things, range(2 * h), range(2 * w)):
-            x, y = (at * count / 84 for at, count in zip(thing.center, (2 * w, 2 * h), strict=True))
-            if all(-scenes.EDGE <= at - patch < 1 + scenes.EDGE for at, patch in ((y, row), (x, column))):
-                wanted[row, column, :2] = 1 + scenes.SHAPES.index(thing.shape), 1 + [*scenes.COLORS].index(thing.color)
-        blocks = [wanted[2 * r : 2 * r + 2, 2 * c : 2 * c + 2].reshape(4, 3) for r in range(h) for c in range(w)]
-        assert np.array_equal(train_tiny.patch_labels([scene], (h, w))[..., :3], np.stack(blocks))
-
-
 # -------------------------------------------------------------------------------- rotary angles and windows
 
 
 def test_neighbours_and_windows_are_those_of_the_plan():
-    """Oracle: the rows and columns in the changed plan itself, and which tokens its windows contain."""
-    plan, rng = shipped("tiny-qwen2_5_vl").encoder.plan([(1, 6, 6)] * 2), np.random.default_rng(0)
-    same = relations.AS_IT_IS(plan)
-    assert all(getattr(same, x).equal(getattr(plan, x)) for x in ("positions", "window_index", "reverse_index"))
+    """Oracle: the rows and columns in the changed plan itself, and which tokens its windows
+    contain."""
+    plan = shipped("tiny-qwen2_5_vl").encoder.plan([(1, 6, 6)] * 2)
+    rng, same = np.random.default_rng(0), relations.AS_IT_IS(plan)
+    for field in ("positions", "window_index", "reverse_index"):
+        assert getattr(same, field).equal(getattr(plan, field))
     for _ in range(10):
         seen = relations.Arrangement(rng.permutation(9), rng.permutation(9))
         changed = seen(plan)
         patches = changed.positions.unflatten(0, (-1, 4))[changed.reverse_index].unflatten(0, (2, 9))
-        assert patches[0].equal(patches[1]) and (patches // 2 == patches[..., :1, :] // 2).all()
-        places, ends = (patches[0, :, 0] // 2).tolist(), (changed.cu_window_seqlens // 4).tolist()
-        windows = [set(changed.window_index[first:last].tolist()) for first, last in itertools.pairwise(ends)]
+        assert patches[0].equal(patches[1])
+        assert (patches // 2 == patches[..., :1, :] // 2).all()
+        places = (patches[0, :, 0] // 2).tolist()
+        sizes = (changed.cu_window_seqlens // 4).diff().tolist()
+        windows = [set(window.tolist()) for window in changed.window_index.split(sizes)]
         for cell, (row, column) in enumerate(places):
             for way, (down, right) in relations.WAYS.items():
                 there = [row + down, column + right]
@@ -245,7 +240,8 @@ def test_neighbours_and_windows_are_those_of_the_plan():
 
 
 def test_relations_are_asked_and_labelled_alike():
-    """Oracle: the label of the probe for the same cell and direction, under exchanged coordinates and windows."""
+    """Oracle: the label of the probe for the same cell and direction, under exchanged coordinates
+    and windows."""
     rng, asked = np.random.default_rng(0), set()
     for index in range(20):
         scene = scenes.draw_scene("test", index)

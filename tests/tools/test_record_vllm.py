@@ -1,7 +1,8 @@
-"""What `benchmarks/record_vllm.py` keeps of an engine. Oracle: refvl's own trace of the same request.
+"""What `benchmarks/record_vllm.py` keeps of an engine. Oracle: refvl's own trace of the same
+request.
 
-The engine stands in for vLLM's: its model has the names and shapes of vLLM's, layers that return what they add and the
-residual apart and write over both later, and the weights of a shipped folder.
+The engine stands in for vLLM's: its model has the names and shapes of vLLM's, layers that return
+what they add and the residual apart and write over both later, and the weights of a shipped folder.
 """
 
 import sys
@@ -108,7 +109,9 @@ def test_a_record_of_vllm_holds_every_stage(record):
     trace = shipped(FOLDER.name).trace("What color is the circle?", images=[PICTURE], max_new_tokens=8)
     stages, answer = record()
     compared = refvl.compare(trace, stages)
-    assert compared.first is None and compared.not_in_both == [] and answer == trace.text, compared
+    assert compared.first is None, compared
+    assert compared.not_in_both == [], compared
+    assert answer == trace.text, compared
 
 
 @pytest.mark.thorough
@@ -116,4 +119,6 @@ def test_a_fault_in_the_engine_is_found(record):
     model = shipped(FOLDER.name)
     trace = model.trace("What color is the circle?", images=[PICTURE], max_new_tokens=8)
     first = refvl.compare(trace, record(1.02)[0], model=model).first
-    assert first.name == "prefill/last_states" and first.beyond.endswith("after layer 0") and not first.cause
+    assert first.name == "prefill/last_states"
+    assert first.beyond.endswith("after layer 0")
+    assert not first.cause
