@@ -55,23 +55,36 @@ def assert_exact(out, want, v, longest):
     assert_agree(out, want, steps, scale=float(v.nan_to_num().abs().max()))
 
 
-def check_parity(backend, lengths, head_size, dtype, device):
+def backends_of(*devices):
+    """(device, backend, dtype) of each device that is named; those of a GPU run with `-m gpu`."""
+    cpu = [("cpu", backend, dtype) for dtype in DTYPES for backend in ("sdpa", "masked")]
+    gpu = [("cuda", backend, dtype) for dtype in DTYPES[1:] for backend in BACKENDS]
+    marked = [pytest.param(*case, marks=pytest.mark.gpu) for case in gpu]
+    found = {"cpu": cpu, "cuda": marked}
+    return [case for device in devices for case in found[device]]
+
+
+each_backend = pytest.mark.parametrize(("device", "backend", "dtype"), backends_of("cpu", "cuda"), ids=str)
+
+
+def needs(device, backend, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if backend not in available_backends(device, dtype):
+        pytest.skip(f"{backend} is not available here")
+
+
+@each_backend
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_every_backend_equals_the_slow_formula(name, head_size, device, backend, dtype):
+    """Oracle: `slow_attention` on the same rounded inputs."""
+    needs(device, backend, dtype)
+    lengths = SEGMENTS[name]
     q, k, v = random_qkv(sum(lengths), 3, head_size, dtype, device)
     out = varlen_attention(q, k, v, cumulative(lengths, device), max(lengths), backend=backend)
     assert (out.dtype, out.shape) == (dtype, q.shape)
     assert_exact(out, slow_attention(q, k, v, lengths), v, max(lengths))
-
-
-# --- on every machine -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_every_backend_of_the_cpu_equals_the_slow_formula(name, head_size):
-    """Oracle: `slow_attention`."""
-    for dtype in DTYPES:
-        for backend in available_backends("cpu", dtype):
-            check_parity(backend, SEGMENTS[name], head_size, dtype, "cpu")
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,31 +120,27 @@ def slow_cross_attention(q, k, v, pairs):
 def cross_attention(q, k, v, cu_q, cu_k, max_q, max_k, backend):
     """As the resampler's `CrossAttention` calls it."""
     groups = group_segment_pairs(cu_q, cu_k)
-    return zero_padding(attend(q, k, v, cu_q, cu_k, max_q, max_k, backend, groups), cu_q, backend)
+    out = attend(q, k, v, cu_q, cu_k, max_q, max_k, backend, groups)
+    return zero_padding(out, cu_q, backend)
 
 
-def check_cross_parity(backend, pairs, head_size, dtype, device, padding=3):
-    """Rows behind the last segment hold NaN, come out as zero and reach nothing."""
-    queries, keys = zip(*pairs, strict=True)
+@each_backend
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("padding", [3, 0])
+@pytest.mark.parametrize("name", PAIRS)
+def test_cross_attention_equals_the_slow_formula(name, padding, head_size, device, backend, dtype):
+    """Oracle: `slow_cross_attention`. Rows after the last segment hold NaN and come out as zero."""
+    needs(device, backend, dtype)
+    queries, keys = zip(*PAIRS[name], strict=True)
     q, _, _ = random_qkv(sum(queries) + padding, 3, head_size, dtype, device, seed=1)
     _, k, v = random_qkv(sum(keys) + padding, 3, head_size, dtype, device, seed=2)
     q[sum(queries) :], k[sum(keys) :], v[sum(keys) :] = (float("nan"),) * 3
     cu_q, cu_k = cumulative([*queries, 0], device), cumulative([*keys, 0], device)
     out = cross_attention(q, k, v, cu_q, cu_k, max(queries), max(keys), backend)
     assert (out.dtype, out.shape) == (dtype, q.shape)
-    want = slow_cross_attention(q, k, v, pairs)
+    want = slow_cross_attention(q, k, v, PAIRS[name])
     assert_exact(out[: len(want)], want, v, max(keys))
     assert not out[len(want) :].any()
-
-
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("name", PAIRS)
-def test_cross_attention_equals_the_slow_formula(name, head_size):
-    """Oracle: `slow_cross_attention`, on every backend of the CPU, with and without padding."""
-    for dtype in DTYPES:
-        for backend in available_backends("cpu", dtype):
-            for padding in (0, 3):
-                check_cross_parity(backend, PAIRS[name], head_size, dtype, "cpu", padding)
 
 
 SPOILED = [(torch.float32, float("nan")), (torch.float16, float("inf")), (torch.float32, 3e38)]
@@ -143,15 +152,16 @@ SPOILED = [(torch.float32, float("nan")), (torch.float16, float("inf")), (torch.
 def test_a_spoiled_segment_spoils_itself_alone(backend, which, dtype, value):
     """Oracle: the other segments with a zero in its place, bit for bit. Padding follows the last segment.
 
-    With a mask the spoiled segment is not finite. (torch's own kernel on a CPU may give zero for a query that is nan.)
+    With a mask the spoiled segment is not finite. (torch's own kernel on a CPU may give zero for a
+    query that is nan.)
     """
     cu_q, cu_k = cumulative([4, 2, 3, 0]), cumulative([5, 7, 6, 0])
     q, k, v = random_qkv(20, 2, 8, dtype)
     inputs = {"q": q[:11].clone(), "k": k.clone(), "v": v.clone()}
-    row = {"q": 5, "k": 8, "v": 8}[which]
+    spoiled_row = inputs[which][5 if which == "q" else 8]
     outs = []
     for spoil in (0.0, value):
-        inputs[which][row] = spoil
+        spoiled_row[:] = spoil
         outs.append(cross_attention(*inputs.values(), cu_q, cu_k, 4, 7, backend))
     clean, spoiled = outs
     others = [0, 1, 2, 3, 6, 7, 8, 9, 10]
@@ -170,7 +180,6 @@ def test_auto_takes_the_first_that_is_available_and_a_request_wins():
     """sdpa is the first choice wherever the kernel for half precision on CUDA cannot run."""
     for device, dtype in [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]:
         assert available_backends(device, dtype) == ["sdpa", "masked"]
-    assert choose_backend("auto", "cpu", torch.float32) == "sdpa"
     available = available_backends("cuda:0", torch.float16)
     assert choose_backend("auto", "cuda:0", torch.float16) == available[0]
     assert [choose_backend(name, "cuda:0", torch.float16) for name in available] == available
@@ -197,61 +206,19 @@ def test_wrong_arguments_are_named():
         varlen_attention(q, k[:, :1], v, cumulative([4]), 4, backend="sdpa")
 
 
-# --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------
-
-
-def gpu_backends():
-    """Every backend as a parameter; one that this machine does not have is skipped by `needs`."""
-    return [
-        pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.gpu)
-        for backend in BACKENDS
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
-
-
-def needs(backend, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if backend not in available_backends("cuda", dtype):
-        pytest.skip(f"{backend} is not available here")
-
-
-def poison_free_memory(*shapes, dtype):
-    """Leave NaN in the blocks that the allocator will hand out next for tensors of these shapes."""
-    blocks = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape in shapes for _ in range(4)]
-    torch.cuda.synchronize()
-    del blocks
-
-
-@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_every_backend_of_the_gpu_equals_the_slow_formula(head_size, backend, dtype):
-    """Oracle: `slow_attention` on the same rounded inputs."""
-    needs(backend, dtype)
-    for lengths in SEGMENTS.values():
-        check_parity(backend, lengths, head_size, dtype, "cuda")
-
-
-@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_cross_attention_on_the_gpu_equals_the_slow_formula(head_size, backend, dtype):
-    """Oracle: `slow_cross_attention`; padding holds NaN."""
-    needs(backend, dtype)
-    for pairs in PAIRS.values():
-        check_cross_parity(backend, pairs, head_size, dtype, "cuda")
-
-
-@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
-def test_padding_rows_on_the_gpu_are_zero_whatever_memory_held(backend, dtype):
-    """As a captured graph runs it: more rows than segments fill, repeated cumulative lengths, a larger max_seqlen."""
-    needs(backend, dtype)
-    lengths, padding = SEGMENTS["windows of one image"], 48
+@pytest.mark.parametrize(("device", "backend", "dtype"), backends_of("cuda"), ids=str)
+def test_padding_rows_on_the_gpu_are_zero_whatever_memory_held(device, backend, dtype):
+    """As a captured graph runs it: spare rows, repeated cumulative lengths, a larger max_seqlen."""
+    needs(device, backend, dtype)
+    lengths = SEGMENTS["windows of one image"]
     n = sum(lengths)
-    q, k, v = random_qkv(n + padding, 2, 80, dtype, "cuda")
+    q, k, v = random_qkv(n + 48, 2, 80, dtype, device)
     for x in (q, k, v):
         x[n:] = float("nan")
-    cu_seqlens = cumulative([*lengths, 0, 0, 0], "cuda")
-    poison_free_memory(q.shape, dtype=dtype)
+    cu_seqlens = cumulative([*lengths, 0, 0, 0], device)
+    freed = [torch.full_like(q, float("nan")) for _ in range(4)]  # what the allocator hands out next
+    torch.cuda.synchronize()
+    del freed
     out = varlen_attention(q, k, v, cu_seqlens, 2 * max(lengths), backend=backend)
     assert_exact(out[:n], slow_attention(q, k, v, lengths), v, max(lengths))
     assert torch.equal(out[n:], torch.zeros_like(out[n:]))

