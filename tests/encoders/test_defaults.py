@@ -27,7 +27,7 @@ def test_towers_without_sizes_are_the_released_ones():
 
 def test_configs_of_step3_without_sizes_are_the_released_ones():
     text, vision = released("Step3").get_text_config(), released("Step3").vision_config
-    of_text = "vocab_size hidden_size num_attention_heads head_dim moe_top_k moe_num_experts".split()
+    of_text = ["vocab_size", "hidden_size", "num_attention_heads", "head_dim", "moe_top_k", "moe_num_experts"]
     overridden = {"intermediate_size", "crop_size", "max_side", "layer_norm_eps"}
     of_vision = type(vision).__annotations__.keys() - overridden
     for config, names in ((text, of_text), (vision, of_vision)):

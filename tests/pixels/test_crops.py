@@ -15,7 +15,6 @@ from PIL import Image
 
 from refvl.pixels.crops import (
     CropConfig,
-    CropLayout,
     as_crop_layouts,
     choose_window,
     count_prompt_tokens,
@@ -215,13 +214,6 @@ def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():
 def test_layouts_that_are_none(layouts, error, message):
     with pytest.raises(error, match=message):
         as_crop_layouts(layouts)
-
-
-def test_layouts_may_be_tensors_and_arrays():
-    want = [CropLayout(2, 3), CropLayout(0, 0)]
-    for layouts in ([(2, 3), (0, 0)], torch.tensor(want), np.array(want)):
-        assert as_crop_layouts(layouts) == want
-        assert {type(n) for layout in as_crop_layouts(layouts) for n in layout} == {int}
 
 
 def test_crops_are_whole_patches():

@@ -1,12 +1,8 @@
 """Pictures and clips: which way up, how 16 bits become 8, which frames, and what is said about a bad file."""
 
-import hashlib
-import itertools
 import math
 import os
-import re
 import struct
-import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -16,6 +12,7 @@ from display_matrices import QUARTER_TURNS, shown_by_ffmpeg, with_matrix
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.video_utils import load_video as upstream_load_video
 
 from refvl.paths import DATA
 from refvl.pixels import media
@@ -52,18 +49,19 @@ def test_exif_rotation(tmp_path, orientation):
     """Oracle: the eight orientations of the EXIF standard as NumPy flips; once is enough."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(GRADIENT).save(tmp_path / "a.png", exif=exif)
+    path = tmp_path / "a.png"
+    Image.fromarray(GRADIENT).save(path, exif=exif)
     upright = UPRIGHT[orientation](GRADIENT)
-    assert np.array_equal(pixels(Image.open(tmp_path / "a.png")), upright)
-    assert np.array_equal(pixels(load_image(tmp_path / "a.png")), upright)
+    assert np.array_equal(pixels(Image.open(path)), upright)
+    assert np.array_equal(pixels(load_image(path)), upright)
 
 
 def test_alpha_is_blended_onto_white():
-    """Oracle: alpha * colour + (1 - alpha) * white, rounded; the colour under a transparent pixel does not show."""
-    rgba = np.dstack([GRADIENT, np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)])
-    rgba[0, :, 3], rgba[1, :, 3] = 0, 255
-    alpha = rgba[..., 3:] / 255
-    wanted = alpha * rgba[..., :3] + (1 - alpha) * 255
+    """Oracle: alpha * colour + (1 - alpha) * white; no colour shows under a transparent pixel."""
+    opacity = np.random.default_rng(1).integers(0, 256, (6, 9, 1), dtype=np.uint8)
+    opacity[0], opacity[1] = 0, 255
+    rgba = np.concatenate([GRADIENT, opacity], axis=2)
+    wanted = opacity / 255 * GRADIENT + (255.0 - opacity)
     for source in (rgba, Image.fromarray(rgba), torch.from_numpy(rgba).permute(2, 0, 1)):
         blended = pixels(source)
         assert np.abs(blended - wanted).max() <= 1
@@ -71,26 +69,28 @@ def test_alpha_is_blended_onto_white():
 
 
 def test_transparent_palette_and_grey(tmp_path):
-    """A transparent palette entry and a transparent grey level become white; the others keep their colour."""
+    """A transparent palette entry and a transparent grey level become white."""
     palette = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
     palette.save(tmp_path / "p.png", transparency=1)
-    assert pixels(tmp_path / "p.png").tolist() == [[[10, 20, 30], [255, 255, 255], [70, 80, 90]]]
+    [colors] = pixels(tmp_path / "p.png").tolist()
+    assert colors == [[10, 20, 30], [255, 255, 255], [70, 80, 90]]
     Image.fromarray(np.array([[5, 6]], np.uint8)).save(tmp_path / "l.png", transparency=6)
     assert pixels(tmp_path / "l.png").tolist() == [[[5, 5, 5], [255, 255, 255]]]
-    assert pixels(Image.merge("LA", [Image.new("L", (2, 1), 80), Image.new("L", (2, 1), 0)])).min() == 255
+    grey = Image.merge("LA", [Image.new("L", (2, 1), 80), Image.new("L", (2, 1), 0)])
+    assert pixels(grey).min() == 255
 
 
 def test_16_bit_grey_is_scaled(tmp_path):
-    """Oracle: round(v * 255 / 65535) for all 65536 levels, from a file, from memory, in either byte order."""
+    """Oracle: round(v * 255 / 65535) for all levels, from a file and from memory, in either byte order."""
     levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    wanted = np.repeat(np.round(levels * (255 / 65535)).astype(np.uint8)[..., None], 3, axis=-1)
+    scaled = np.round(levels * (255 / 65535)).astype(np.uint8)
     Image.fromarray(levels).save(tmp_path / "a.png")
     assert Image.open(tmp_path / "a.png").mode == "I;16"
     swapped = Image.frombytes("I;16B", (256, 256), levels.astype(">u2").tobytes())
     wide = Image.fromarray(levels.astype(np.int32))  # mode I
     for source in (tmp_path / "a.png", levels, torch.from_numpy(levels), swapped, wide):
-        assert np.array_equal(pixels(source), wanted)
+        assert np.array_equal(pixels(source), np.dstack([scaled] * 3))
 
 
 def test_other_modes():
@@ -107,15 +107,18 @@ def test_other_modes():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.bfloat16])
 def test_arrays_and_tensors_are_the_same_picture(dtype):
-    """Channels last or, in a tensor, first; floats carry the same 8 bits (bfloat16 has only 8 of its own: 2 levels)."""
+    """Channels last or, in a tensor, first. bfloat16 has 8 significant bits: 2 levels."""
     tensor = torch.from_numpy(GRADIENT)
-    tensor = tensor if dtype == torch.uint8 else (tensor.double() / 255).to(dtype)
-    tolerance = 1 if dtype == torch.bfloat16 else 0
-    sources = [tensor, tensor.permute(2, 0, 1)] + ([tensor.numpy()] if dtype != torch.bfloat16 else [])
+    if dtype != torch.uint8:
+        tensor = (tensor.double() / 255).to(dtype)
+    sources = [tensor, tensor.permute(2, 0, 1)]
+    if dtype != torch.bfloat16:
+        sources.append(tensor.numpy())
     for source in sources:
-        assert np.abs(pixels(source).astype(int) - GRADIENT).max() <= tolerance
-    assert np.array_equal(pixels(GRADIENT[..., :1]), pixels(GRADIENT[..., 0]))
-    assert np.array_equal(pixels(torch.from_numpy(GRADIENT[..., :1]).permute(2, 0, 1)), pixels(GRADIENT[..., 0]))
+        assert np.abs(pixels(source).astype(int) - GRADIENT).max() <= (dtype == torch.bfloat16)
+    grey = GRADIENT[..., :1]
+    for source in (grey, torch.from_numpy(grey).permute(2, 0, 1)):
+        assert np.array_equal(pixels(source), pixels(GRADIENT[..., 0]))
 
 
 @pytest.mark.parametrize("load, kind", [(load_image, "image"), (load_video, "video")])
@@ -143,49 +146,38 @@ def test_truncated_image(tmp_path, suffix):
 
 @pytest.mark.parametrize("top, wanted", [(200, 200), (255, 255), (256, 1), (51400, 200), (65535, 255)])
 def test_integers_of_8_and_of_16_bits(tmp_path, top, wanted):
-    """Oracle by hand: up to 255 levels are what they are, up to 65535 they are 257 to a level; PPM says its depth."""
-    levels = Image.fromarray(np.array([[0, top]], np.int32))
-    levels.save(tmp_path / "a.tif")
-    for source in (levels, tmp_path / "a.tif"):
-        assert np.asarray(load_image(source))[0, :, 0].tolist() == [0, wanted]
+    """By hand: up to 255 levels are what they are, up to 65535 they are 257 to a level."""
+    Image.fromarray(np.array([[0, top]], np.int32)).save(tmp_path / "a.tif")
+    assert pixels(tmp_path / "a.tif")[0, :, 0].tolist() == [0, wanted]
     (tmp_path / "a.pgm").write_bytes(b"P5 2 1 65535\n" + np.array([0, 255], ">u2").tobytes())
-    assert np.asarray(load_image(tmp_path / "a.pgm"))[0, :, 0].tolist() == [0, 1]
+    assert pixels(tmp_path / "a.pgm")[0, :, 0].tolist() == [0, 1]  # a file that says its depth
     Image.fromarray(np.array([[0, 0.5, 1]], np.float32)).save(tmp_path / "b.tif")
-    assert np.asarray(load_image(tmp_path / "b.tif"))[0, :, 0].tolist() == [0, 128, 255]
-
-
-def test_a_damaged_exif_block_is_ignored(tmp_path):
-    """What can be read of it counts: here the orientation, which stands before the damage."""
-    sideways = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0"  # then an entry cut off
-    for block, wanted in ((b"Exif\0\0junkjunkjunk", GRADIENT), (sideways, np.rot90(GRADIENT, -1))):
-        Image.fromarray(GRADIENT).save(tmp_path / "a.png", exif=block)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert np.array_equal(pixels(tmp_path / "a.png"), wanted)
+    assert pixels(tmp_path / "b.tif")[0, :, 0].tolist() == [0, 128, 255]
 
 
 def test_limits_are_arguments(tmp_path):
-    """Lowered, met exactly; what is decoded already is not measured again; an opened file is."""
-    Image.fromarray(GRADIENT).save(tmp_path / "a.png")
+    """Lowered and met exactly; a decoded image is not measured again, an opened file is."""
+    path = tmp_path / "a.png"
+    Image.fromarray(GRADIENT).save(path)
     small, exact = MediaLimits(max_image_pixels=53), MediaLimits(max_image_pixels=54)
-    for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
-        with pytest.raises(ValueError, match=r"a\.png cannot be read: it has 9 x 6 pixels; .* max_image_pixels=53"):
+    for source in (path, Image.open(path)):
+        with pytest.raises(ValueError, match=r"a\.png cannot be read: it has 9 x 6 .*max_image_pixels=53"):
             load_image(source, limits=small)
-    image = load_image(tmp_path / "a.png", limits=exact)
+    image = load_image(path, limits=exact)
     assert load_image(image, limits=small).size == load_image(GRADIENT, limits=small).size == (9, 6)
 
 
 # --- which frames
 
 
-def upstream_indices(total, source_fps, *, fps=None, num_frames=None, min_frames=4, max_frames=768, step=2):
+def upstream_indices(total, source_fps, *, fps=None, num_frames=None, min_frames=4, max_frames=768):
     """What `Qwen2VLVideoProcessor.sample_frames` computes, in its own arithmetic, cut where it overshoots."""
     if num_frames is None:
-        most = math.floor(min(max_frames, total) / step) * step
+        most = math.floor(min(max_frames, total) / 2) * 2
         number = min(max(total / source_fps * fps, min_frames), most, total)
-        number = math.floor(number / step) * step
+        number = math.floor(number / 2) * 2
     else:
-        number = round(num_frames / step) * step
+        number = round(num_frames / 2) * 2
     return torch.arange(0, total, total / number).int().tolist()[:number]
 
 
@@ -206,19 +198,6 @@ def test_frames_are_sampled_as_upstream(total, source_fps, options):
     indices = sample_frame_indices(total, source_fps, **options)
     assert indices == upstream_indices(total, source_fps, **options)
     assert indices == sorted(set(indices)) and indices[-1] < total
-
-
-def test_sampler_is_transformers(torchvision_processor):
-    """Oracle: transformers' sampler itself, at rates and at numbers of frames."""
-    from transformers.video_utils import VideoMetadata
-
-    every = [{"fps": fps} for fps in (0.5, 1.0, 2.0, 4.0)] + [{"num_frames": n} for n in range(2, 60, 2)]
-    for total, fps, options in itertools.product((61, 132, 999, 5000), (10.0, 25.0, 30000 / 1001), every):
-        metadata = VideoMetadata(total_num_frames=total, fps=fps)
-        theirs = torchvision_processor().sample_frames(metadata, **options).tolist()
-        ours = sample_frame_indices(total, fps, **options)
-        assert theirs[: len(ours)] == ours
-        assert theirs[len(ours) :] in ([], [total])  # upstream's one index past the end
 
 
 def test_examples_by_hand():
@@ -264,8 +243,6 @@ def brightness(frames):
 
 def test_clip_is_what_transformers_reads(clip):
     """Oracle: transformers' own PyAV reader, with the same indices."""
-    from transformers.video_utils import load_video as upstream_load_video
-
     video = load_video(clip)
     frames, metadata = upstream_load_video(
         str(clip), backend="pyav", sample_indices_fn=lambda metadata, **_: list(video.indices)
@@ -273,7 +250,8 @@ def test_clip_is_what_transformers_reads(clip):
     assert np.array_equal(video.frames, frames)
     assert video.fps == metadata.sampled_fps and video.source_fps == metadata.fps == 25.0
     assert video.timestamps == metadata.timestamps
-    assert (video.total_num_frames, video.duration) == (metadata.total_num_frames, metadata.duration) == (132, 5.28)
+    assert video.total_num_frames == metadata.total_num_frames == 132
+    assert video.duration == metadata.duration == 5.28
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
@@ -281,8 +259,10 @@ def test_every_frame_in_order(tmp_path, name):
     """A container that counts its frames and one that does not; the frames say which they are."""
     path = write_clip(tmp_path / name, counting_frames())
     video = load_video(path, fps=5)
-    assert video.indices == (0, 2, 4, 6, 8, 10, 12, 14, 16, 18) and brightness(video.frames) == list(video.indices)
-    assert (video.fps, video.source_fps, video.total_num_frames, video.duration) == (5.0, 10.0, 20, 2.0)
+    assert video.indices == tuple(range(0, 20, 2))
+    assert brightness(video.frames) == list(video.indices)
+    assert (video.fps, video.source_fps) == (5.0, 10.0)
+    assert (video.total_num_frames, video.duration) == (20, 2.0)
     assert video.timestamps == pytest.approx([i / 5 for i in range(10)])
     assert len(load_video(path, num_frames=6).frames) == 6
     assert len(load_video(path, fps=10, max_frames=8).frames) == 8
@@ -301,17 +281,21 @@ JUMPS = [0, 100, 2000, 2100, 4000, 9000, 9010, 9030]  # milliseconds; the header
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
 @pytest.mark.parametrize("start", [0, 5000])
 def test_times_are_those_of_the_frames(tmp_path, name, start):
-    """Oracle: the times the clip was written with. Sampling counts frames; seconds and rates are true. A clip that
-    starts late starts at zero; an edit list of MP4 counts what is before as well."""
-    path = write_clip(tmp_path / name, counting_frames(8), 30, times=[time + start for time in JUMPS])
+    """Oracle: the times the clip was written with. Sampling counts frames; timestamps and rates are true.
+
+    A clip that starts late starts at zero; an edit list of MP4 counts what is before as well.
+    """
+    times = [time + start for time in JUMPS]
+    path = write_clip(tmp_path / name, counting_frames(8), 30, times=times)
     for number in (8, 4):
         video = load_video(path, num_frames=number)
-        assert video.indices == tuple(range(0, 8, 8 // number)) and brightness(video.frames) == list(video.indices)
+        assert video.indices == tuple(range(0, 8, 8 // number))
+        assert brightness(video.frames) == list(video.indices)
         assert video.timestamps == pytest.approx([JUMPS[i] / 1000 for i in video.indices], abs=1e-9)
-        assert video.duration == pytest.approx(9.03, abs=0.04)  # and the last frame, for a thirtieth of a second
+        assert video.duration == pytest.approx(9.03, abs=0.04)  # and the last frame
         assert video.source_fps == pytest.approx(8 / video.duration)
         assert video.fps == pytest.approx(number / video.duration)
-    assert load_video(path, source_fps=4).timestamps == [0, 0.5, 1, 1.5]  # who gives a rate has the last word
+    assert load_video(path, source_fps=4).timestamps == [0, 0.5, 1, 1.5]  # a given rate counts
 
 
 @pytest.mark.parametrize("rate", [25, Fraction(30000, 1001)])
@@ -323,22 +307,6 @@ def test_a_constant_rate_is_the_header_s(tmp_path, name, rate):
     assert video.source_fps == pytest.approx(float(rate), rel=1e-4)  # FLV says 29.97 as 989 / 33
     assert video.seconds is None and video.timestamps == [i / video.source_fps for i in video.indices]
     assert video.total_num_frames == 90 and video.indices == tuple(range(0, 90, 3))
-
-
-def test_hidden_frames_of_vp8_are_not_counted(tmp_path):
-    """VP8 has frames that others refer to and nobody sees; each has a packet. The bit that shows a frame is cleared."""
-    write_clip(tmp_path / "a.webm", counting_frames(), codec="libvpx", format="webm")
-    with av.open(str(tmp_path / "a.webm")) as shown, av.open(str(tmp_path / "b.webm"), "w") as some:
-        stream = some.add_stream_from_template(shown.streams.video[0])
-        for i, packet in enumerate(p for p in shown.demux() if p.size):
-            data = bytearray(bytes(packet))
-            data[0] &= ~16 if i % 10 == 5 else 255
-            copy = av.Packet(bytes(data))
-            copy.pts, copy.dts, copy.time_base, copy.stream = packet.pts, packet.dts, packet.time_base, stream
-            copy.is_keyframe = packet.is_keyframe
-            some.mux(copy)
-    video = load_video(tmp_path / "b.webm", num_frames=18)
-    assert video.total_num_frames == 18 and brightness(video.frames) == [i for i in range(20) if i % 10 != 5]
 
 
 def test_packets_without_a_frame(tmp_path, monkeypatch):
@@ -375,45 +343,59 @@ def test_frames_in_memory():
     """Taken as sampled already, unless a source rate or a number of frames is given."""
     frames = counting_frames()
     images = [Image.fromarray(frame) for frame in frames]
-    for source in (frames, images, frames / 255, torch.from_numpy(frames).permute(0, 3, 1, 2)):
+    tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    for source in (frames, images, frames / 255, tensor):
         video = load_video(source)
         assert np.array_equal(video.frames, frames) and video.frames.dtype == np.uint8
-        assert (video.fps, video.source_fps, video.duration) == (2.0, 2.0, 10.0) and video.indices == tuple(range(20))
+        assert (video.fps, video.source_fps, video.duration) == (2.0, 2.0, 10.0)
+        assert video.indices == tuple(range(20))
     assert load_video(frames, fps=4).duration == 5.0
     sampled = load_video(frames, source_fps=10)
-    assert sampled.indices == (0, 5, 10, 15) and sampled.fps == 2.0 and brightness(sampled.frames) == [0, 5, 10, 15]
+    assert sampled.indices == (0, 5, 10, 15) and sampled.fps == 2.0
+    assert brightness(sampled.frames) == [0, 5, 10, 15]
     assert load_video(frames, num_frames=4).indices == (0, 5, 10, 15)
     assert load_video(sampled) is sampled and as_frames(sampled) is sampled.frames
 
 
-def sampled(**options):
-    return sample_frame_indices(10, 25.0, **options)
+def test_other_types_are_named():
+    with pytest.raises(TypeError, match="image: expected a path, a PIL image, a numpy array"):
+        load_image(3)
+    with pytest.raises(TypeError, match="video: expected a path, a list of frames, an array or"):
+        load_video(3)
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "load, source, message",
     [
-        (lambda: load_image(3), TypeError, "image: expected a path, a PIL image, a numpy array or a torch tensor"),
-        (lambda: load_image(np.zeros((4, 5, 2))), ValueError, r"tensor \(1 \| 3 \| 4, H, W\), got \(4, 5, 2\)"),
-        (lambda: load_image(np.zeros((4, 5), int)), ValueError, r"expected uint8, uint16, or floats .* got int64"),
-        (lambda: load_image(np.full((4, 5), 1.5)), ValueError, "got float64"),
-        (lambda: load_image(np.full((4, 5), -0.1)), ValueError, "got float64"),
-        (lambda: load_image(np.full((4, 5), np.nan)), ValueError, "got float64"),
-        (lambda: load_image(np.zeros((0, 5, 3), np.uint8)), ValueError, "5 x 0 pixels"),
-        (lambda: load_video(3), TypeError, "video: expected a path, a list of frames, an array or a Video, got int"),
-        (lambda: load_video([]), ValueError, "video: expected at least one frame"),
-        (lambda: load_video(GRADIENT), ValueError, r"an array of shape \(T, H, W, 3\), got \(6, 9, 3\)"),
-        (lambda: load_video([GRADIENT, GRADIENT[1:]]), ValueError, r"one size, got \(6, 9, 3\) and \(5, 9, 3\)"),
-        (lambda: sampled(fps=2, num_frames=4), ValueError, "fps, num_frames: expected at most one"),
-        (lambda: sampled(num_frames=11), ValueError, "num_frames: expected at most 10, .* got 11"),
-        (lambda: sampled(num_frames=0), ValueError, "num_frames: must be at least 1"),
-        (lambda: sampled(fps=0), ValueError, "fps: must be a finite number above 0, got 0"),
-        (lambda: sampled(max_frames=1), ValueError, "max_frames: must be at least temporal_patch_size=2, got 1"),
+        (load_image, np.zeros((4, 5, 2)), r"tensor \(1 \| 3 \| 4, H, W\), got \(4, 5, 2\)"),
+        (load_image, np.zeros((4, 5), int), "expected uint8, uint16, or floats .* got int64"),
+        (load_image, np.full((4, 5), 1.5), "got float64"),
+        (load_image, np.full((4, 5), -0.1), "got float64"),
+        (load_image, np.full((4, 5), np.nan), "got float64"),
+        (load_image, np.zeros((0, 5, 3), np.uint8), "5 x 0 pixels"),
+        (load_video, [], "video: expected at least one frame"),
+        (load_video, GRADIENT, r"an array of shape \(T, H, W, 3\), got \(6, 9, 3\)"),
+        (load_video, [GRADIENT, GRADIENT[1:]], r"one size, got \(6, 9, 3\) and \(5, 9, 3\)"),
     ],
 )
-def test_mistakes_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_media_are_named(load, source, message):
+    with pytest.raises(ValueError, match=message):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"fps": 2, "num_frames": 4}, "fps, num_frames: expected at most one"),
+        ({"num_frames": 11}, "num_frames: expected at most 10, .* got 11"),
+        ({"num_frames": 0}, "num_frames: must be at least 1"),
+        ({"fps": 0}, "fps: must be a finite number above 0, got 0"),
+        ({"max_frames": 1}, "max_frames: must be at least temporal_patch_size=2, got 1"),
+    ],
+)
+def test_bad_sampling_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        sample_frame_indices(10, 25.0, **options)
 
 
 def test_frames_are_counted_before_they_are_kept(tmp_path):
@@ -451,15 +433,3 @@ def test_truncated_clip(tmp_path, clip, part):
         cut.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
         with pytest.raises(ValueError, match=r"cut\.mp4 (is truncated|has no frames|cannot be read)"):
             load_video(cut)
-
-
-# --- the shipped files
-
-
-def test_readme_lists_every_shipped_file():
-    """data/README.md names each picture and clip with its licence and checksum."""
-    text = (DATA / "README.md").read_text()
-    for path in [*(DATA / "pictures").iterdir(), *(DATA / "clips").iterdir()]:
-        [row] = re.findall(rf"^\| {path.relative_to(DATA).as_posix()} .*", text, re.M)
-        assert hashlib.sha256(path.read_bytes()).hexdigest() in row
-        assert re.search("public domain|CC0|CC BY 3.0|Apache-2.0", row), path
