@@ -5,6 +5,7 @@ where the best two tokens are nearer than rounding, which they are in none of th
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -143,20 +144,17 @@ def test_no_capability_is_left_out():
 
 def test_the_readme_says_what_each_release_cannot():
     """Its rows are model types; oracle: `FAMILIES`."""
-    _, *rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .+ \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
-    named = {kind: set(re.findall(r"`(\w+)`", said)) for kinds, said in rows for kind in re.findall(r"`(\w+)`", kinds)}
-    cannot: dict[str, set] = {kind: set() for family in FAMILIES for kind in family.model_types}
+    readme = (ROOT / "README.md").read_text()
+    _, *rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .+ \| (.+) \|$", readme, re.M)
+    named, cannot = {}, defaultdict(set)
+    for kinds, said in rows:
+        arguments = set(re.findall(r"`(\w+)`", said))
+        for kind in re.findall(r"`(\w+)`", kinds):
+            named[kind] = arguments
     for family in FAMILIES:
         for kind in family.model_types:
             cannot[kind] |= {CAPABILITIES[capability] for capability in family.cannot}
     assert named == cannot
-
-
-def test_the_map_says_what_the_rows_say():
-    """Oracle: `FAMILIES`."""
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", (ROOT / "docs/map.md").read_text(), re.M)
-    without = {c: ", ".join(family.name for family in FAMILIES if not family.can[c]) or "-" for c in CAPABILITIES}
-    assert rows == [(c, argument, without[c]) for c, argument in CAPABILITIES.items()]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -177,9 +175,8 @@ def test_a_yes_is_the_plain_answer_and_a_no_is_refused(name, capability, monkeyp
 def test_a_row_that_says_no_is_enough(capability, monkeypatch):
     """Every capability has a check at the border, also where no family says no today."""
     vlm = random_model(RANDOM[0])
-    rows = [replace(f, cannot={capability: "for a test"}) if f is vlm.family else f for f in FAMILIES]
+    refused = replace(vlm.family, cannot={capability: "for a test"})
+    rows = [refused if family is vlm.family else family for family in FAMILIES]
     monkeypatch.setattr(refvl.families, "FAMILIES", rows)
-    with pytest.raises(
-        ValueError, match=f"^{CAPABILITIES[capability]}: not supported by {vlm.family.name}, for a test$"
-    ):
+    with pytest.raises(ValueError, match=f"^{CAPABILITIES[capability]}: not supported .* for a test$"):
         ASKED[capability](vlm)

@@ -7,7 +7,7 @@ resampler, and Step3's its squares one by one, which their own files compare wit
 import functools
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -58,6 +58,23 @@ class Case:
         return self.name
 
 
+def small_graphs(encoder):
+    sizes = {"budgets": [8, 16, 32], "max_items": 3, "max_frames": 8}
+    return EncoderGraphManager(encoder, **sizes, progress=False)
+
+
+def names_of_transformers(encoder) -> dict[str, Tensor]:
+    """The encoder's weights with kernels in their own shape, and q, k, v apart."""
+    weights = {}
+    for name, weight in encoder.state_dict().items():
+        if name.endswith("patch_embedding.weight"):
+            weight = weight.unflatten(1, encoder.config.patch_shape)
+        pieces = weight.chunk(3) if ".qkv." in name else [weight]
+        for letter, part in zip("qkv", pieces, strict=False):
+            weights[name.replace(".qkv.", f".{letter}_proj.")] = part
+    return weights
+
+
 # --- towers that read grids -------------------------------------------------------------------------------------------
 
 SIDES = st.integers(1, 7).map(lambda n: 2 * n)
@@ -75,9 +92,7 @@ def grid_case(family: str, std: float) -> Case:
         mixed=GRIDS,
         items=st.tuples(st.integers(1, 3), SIDES, SIDES),
         oracle=lambda encoder, rows, grids: run_theirs(theirs(), rows, grids),
-        manager=lambda encoder: EncoderGraphManager(
-            encoder, budgets=[8, 16, 32], max_items=3, max_frames=4, progress=False
-        ),
+        manager=small_graphs,
         rounded=12 * config.depth,
     )
 
@@ -132,11 +147,7 @@ def minicpmv_case(version: str) -> Case:
         mixed=[((4, 5), (7, 6), (2, 3)), VIDEO if version == "4.5" else ((3, 4),), ((1, 9),), ((2, 2),) * 9],
         items=st.one_of(images, videos) if version == "4.5" else images,
         oracle=padded_modules,
-        manager=None
-        if version == "2.0"
-        else lambda encoder: EncoderGraphManager(
-            encoder, budgets=[8, 16, 32], max_items=3, max_frames=4, progress=False
-        ),
+        manager=None if version == "2.0" else small_graphs,
         rounded=40,
     )
 
@@ -162,12 +173,9 @@ def transformers_squares(encoder, rows: Tensor, layouts) -> Tensor:
     from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionConfig, Step3p7VisionModel
 
     c, weights = encoder.config, {}
-    for name, weight in encoder.state_dict().items():
+    for name, weight in names_of_transformers(encoder).items():
         name = name.removeprefix("vision_model.").replace("vit_downsampler.", "vit_downsampler1.")
-        name = name.replace("vit_downsampler", "downsampler")
-        weight = weight.unflatten(1, c.patch_shape) if name.endswith("patch_embedding.weight") else weight
-        pieces = weight.chunk(3) if ".qkv." in name else [weight]
-        weights |= {name.replace(".qkv.", f".{x}_proj."): part for x, part in zip("qkv", pieces, strict=False)}
+        weights[name.replace("vit_downsampler", "downsampler")] = weight
     projector = weights.pop("vit_large_projector.weight")
     sizes = {"hidden_size": c.hidden_size, "num_hidden_layers": c.depth, "num_attention_heads": c.num_heads}
     tower = Step3p7VisionModel(Step3p7VisionConfig(**sizes, image_size=c.image_size, mlp_ratio=c.mlp_ratio)).eval()
@@ -198,21 +206,20 @@ def transformers_slices(encoder, rows: Tensor, layouts) -> Tensor:
         return torch.cat([encoder(part, [(size,)]) for part, size in zip(parts, sizes, strict=True)])
     from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6Merger, MiniCPMV4_6VisionModel
 
-    c, weights = encoder.config, {}
-    for name, weight in encoder.state_dict().items():
-        weight = weight.unflatten(1, c.patch_shape) if name.endswith("patch_embedding.weight") else weight
-        pieces = weight.chunk(3) if ".qkv." in name else [weight]
-        weights |= {name.replace(".qkv.", f".{x}_proj."): part for x, part in zip("qkv", pieces, strict=False)}
+    c, weights = encoder.config, names_of_transformers(encoder)
     vision = {name: getattr(c, name) for name in NAVIT} | {"patch_size": c.patch_size}
     theirs = CONFIG_MAPPING["minicpmv4_6"](
         vision_config=vision, text_config={"hidden_size": c.out_hidden_size}, insert_layer_id=c.insert_layer_id
     )
-    tower, merger = MiniCPMV4_6VisionModel._from_config(theirs.vision_config).eval(), MiniCPMV4_6Merger(theirs).eval()
+    tower = MiniCPMV4_6VisionModel._from_config(theirs.vision_config).eval()
+    merger = MiniCPMV4_6Merger(theirs).eval()
     of_merger = {name: w for name, w in weights.items() if name.startswith("merger.")}
     merger.load_state_dict({name.replace("merger.", "mlp.0."): weight for name, weight in of_merger.items()})
-    left = tower.load_state_dict({n: w for n, w in weights.items() if n not in of_merger}, strict=False)
+    of_tower = {name: w for name, w in weights.items() if name not in of_merger}
+    left = tower.load_state_dict(of_tower, strict=False)
     assert not left.unexpected_keys and all(name.startswith("vit_merger.") for name in left.missing_keys)
-    strip, grids = rows.view(-1, 3, 14, 14).permute(1, 2, 0, 3).flatten(2)[None], torch.tensor(sizes).int()
+    strip = rows.view(-1, 3, 14, 14).permute(1, 2, 0, 3).flatten(2)[None]
+    grids = torch.tensor(sizes).int()
     states = tower(strip, target_sizes=grids, use_vit_merger=c.folds).last_hidden_state
     return torch.cat(merger(states, grids // 2 if c.folds else grids))
 
@@ -225,12 +232,15 @@ def folded_case(mode: str) -> Case:
         build=lambda: randomize(MiniCPMV4_6Encoder(MiniCPMV4_6VisionConfig.tiny(downsample_mode=mode)), 0.15),
         values=588,
         small=[((m, 2 * m),), ((3 * m, m),)],
-        mixed=[((m, 2 * m), (2 * m, 2 * m), (3 * m, m)), ((m, m),) * 4, ((2 * m, 4 * m),), ((5 * m, 8 * m),)],
+        mixed=[
+            ((m, 2 * m), (2 * m, 2 * m), (3 * m, m)),
+            ((m, m),) * 4,
+            ((2 * m, 4 * m),),
+            ((5 * m, 8 * m),),
+        ],
         items=st.lists(st.tuples(side, side), min_size=1, max_size=4).map(tuple),
         oracle=transformers_slices,
-        manager=lambda encoder: EncoderGraphManager(
-            encoder, budgets=[8, 16, 32], max_items=3, max_frames=8, progress=False
-        ),
+        manager=small_graphs,
         rounded=60,
         folds=mode == "16x",
     )
@@ -539,16 +549,6 @@ def test_new_weights_are_read_whatever_was_planned(case):
     assert torch.equal(after, encoder(rows, metadata=encoder.plan(case.small))) and not torch.equal(after, before)
 
 
-@every_case
-def test_metadata_is_frozen_and_complete(case):
-    plan = built(case).plan(case.small)
-    first, *others = (field.name for field in fields(plan))
-    with pytest.raises(FrozenInstanceError):
-        setattr(plan, first, None)
-    with pytest.raises(TypeError, match=first):
-        type(plan)(**{name: getattr(plan, name) for name in others})
-
-
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -568,14 +568,8 @@ def test_rows_must_match_the_layout(case):
         encoder(rows, case.small, attention="varlen")
     with pytest.raises(TypeError, match="expected a sequence"):
         encoder(rows, "ab")
-
-
-@every_case
-def test_rows_hold_floating_point_numbers(case):
-    """Unnormalised pixels are the likely mistake."""
-    rows = (255 * rows_for(case, case.small)).to(torch.uint8)
-    with pytest.raises(TypeError, match="pixel_values: expected floating-point numbers, got dtype torch.uint8"):
-        built(case)(rows, case.small)
+    with pytest.raises(TypeError, match="expected floating-point numbers, got dtype torch.uint8"):
+        encoder((255 * rows).to(torch.uint8), case.small)  # not normalised
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -67,9 +67,13 @@ def test_result_is_the_product_within_rounding(shape, bias, calls):
 def test_what_onednn_is_not_for_goes_to_torch(dtype, rows, calls):
     layer, x = onednn_layer().to(dtype), torch.randn(rows, 96, dtype=dtype)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
     assert calls == []
+
+
+@torch.no_grad()
+def test_autocast_decides_the_dtype(calls):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert onednn_layer()(torch.randn(9, 96)).dtype == torch.bfloat16 and calls == []
 
 
 @torch.no_grad()

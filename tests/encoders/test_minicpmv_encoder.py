@@ -10,7 +10,6 @@ import pytest
 import torch
 from closeness import assert_differ
 from towers import randomize
-from transformers import PretrainedConfig
 
 from refvl.encoders import SiglipViT
 from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
@@ -19,10 +18,8 @@ from refvl.pixels.slices import SliceGroup
 
 FOLDER = Path(__file__).parents[1] / "golden"
 VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())
-NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["minicpmv"]
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
-LATER = ["2.5", "2.6", "4.0", "4.5"]
 NAVIT = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 98, "patch_size": 14,
@@ -74,11 +71,10 @@ def test_only_2_5_does_not_see_the_shape():
 
 
 def test_frames_of_a_group_share_queries_in_4_5():
-    """3 frames, 1 frame, 2 pictures: 1 + 1 + 2 sets of 4 tokens."""
+    """3 frames, 1 frame, 2 images: 1 + 1 + 2 sets of 4 tokens."""
     encoder = build("4.5")
     assert encoder.item_size(CLIP) == (61, 16, 2)
     assert encoder.plan([CLIP]).summary == "6 slices in 4 groups"
-    assert encoder.plan([PICTURE]).summary == "3 slices"
 
 
 # --- versions and configs ---------------------------------------------------------------------------------------------
@@ -109,11 +105,6 @@ def test_versions_golden(case):
             family_of(case["config"])
 
 
-def test_a_transformers_config_will_do():
-    whole = PretrainedConfig(**config("4.5"), model_type="minicpmv")
-    assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).config.query_num == 4
-
-
 def test_bad_configs_are_named():
     with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
         MiniCPMVEncoderConfig.from_hf({"hidden_size": 64, "query_num": 4})
@@ -133,20 +124,19 @@ def test_layouts_are_normalised_and_hashable(encoder):
 
 
 @pytest.mark.parametrize(
-    ("layouts", "error", "message"),
+    ("layout", "message"),
     [
-        ([()], ValueError, r"layouts\[0\]: expected at least one slice, got none"),
-        ([((4, 5), (0, 3))], ValueError, r"layouts\[0\]\[1\]: every extent must be at least 1, got \(0, 3\)"),
-        ([(4, 5)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got 4"),
-        ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a sequence"),
-        ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
-        ([(SliceGroup(((4, 5),) * 2, (1,)),)], ValueError, r"\[0\]: temporal_ids: expected one id for each of 2 "),
-        ([(SliceGroup(((4, 5),), (-3,)),)], ValueError, r"\[0\]\[0\]: temporal_ids: expected .* none below -1"),
+        ((), "expected at least one slice, got none"),
+        (((4, 5), (0, 3)), r"\[1\]: every extent must be at least 1, got \(0, 3\)"),
+        ((4, 5), r"\[0\]: expected \(h, w\), got 4"),
+        ((SliceGroup(()),), r"\[0\]: expected at least one slice, got none"),
+        ((SliceGroup(((4, 5),) * 2, (1,)),), r"\[0\]: temporal_ids: expected one id for each"),
+        ((SliceGroup(((4, 5),), (-3,)),), r"\[0\]: temporal_ids: expected .* none below -1"),
     ],
-)  # fmt: skip
-def test_bad_layouts_are_named(layouts, error, message):
-    with pytest.raises(error, match=message):
-        build("4.5").plan(layouts)
+)
+def test_bad_layouts_are_named(layout, message):
+    with pytest.raises(ValueError, match=rf"layouts\[0\].*{message}"):
+        build("4.5").plan([layout])
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.5", "2.6", "4.0"])
@@ -190,24 +180,6 @@ def test_a_checkpoint_loads_bit_by_bit(encoder):
     assert all(
         torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), encoder.state_dict().values(), strict=True)
     )
-
-
-@pytest.mark.parametrize("version", LATER)
-def test_golden_names(version):
-    """Oracle: vLLM 0.33.0's mapping: each name is known; from 2.6 the audio parts of omni checkpoints are dropped."""
-    encoder = build(version)
-    variant = "2.5" if version == "2.5" else "2.6+"
-    golden = {row[1]: row[3] for row in NAMES if row[0] == variant and not row[1].startswith("llm.")}
-    weights = checkpoint(encoder)
-    audio = {name for name in golden if name.split(".")[0] not in ("vpm", "resampler")}
-    assert golden.keys() - audio <= weights.keys()
-    weights |= dict.fromkeys(sorted(audio), torch.zeros(1))
-    if version == "2.5":
-        with pytest.raises(ValueError, match=r"unexpected \(2\): apm.layers.0.fc1.weight, audio_avg_pooler.w"):
-            encoder.load_weights(weights.items())
-    else:
-        assert all(golden[name] is None for name in audio)
-        encoder.load_weights(weights.items())
 
 
 @pytest.mark.parametrize("version", ENCODERS)

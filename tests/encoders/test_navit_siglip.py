@@ -152,16 +152,3 @@ def test_no_slices(ours):
 def test_bad_input_is_named(ours, shape, sizes, seen, error, message):
     with pytest.raises(error, match=message):
         ours(torch.zeros(shape), sizes, seen)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'gelu_pytorch_tanh', got 'gelu'"),
-        ({"hidden_size": 50, "num_attention_heads": 4}, "hidden_size: must be a multiple of 4 for 4 heads, got 50"),
-        ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),
-    ],
-)
-def test_bad_configs_are_named(config, message):
-    with pytest.raises(ValueError, match=message):
-        NaVitSiglip.from_config(config)

@@ -112,18 +112,6 @@ def test_any_grid_equals_the_slow_formula(sizes):
     assert want.std() > 0.1
 
 
-@pytest.mark.parametrize("cls", [Resampler2_5, Resampler4_5])
-@torch.no_grad()
-def test_padding_reaches_nothing(cls):
-    """Rows behind a slice may be NaN."""
-    resampler, sizes = randomised(cls(6, 64, 4, 48)), [(4, 6), (2, 3)]
-    x = torch.randn(2, 30, 48)
-    want = resampler(x, sizes)
-    x[0, 24:], x[1, 6:] = float("nan"), float("nan")
-    assert torch.equal(resampler(x, sizes), want)
-    assert want.isfinite().all()
-
-
 # --- 4.5 --------------------------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,6 @@ import torch
 from closeness import assert_agree, assert_differ
 from torch import nn
 from transformers import (
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
@@ -66,30 +63,6 @@ def test_the_last_layer_equals_siglip_s_output(siglip):
     ours = resolve_visual_encoder_outputs(out.hidden_states, norm, select_layers=[-1], max_possible_layers=4)
     assert torch.equal(ours, out.last_hidden_state)
     assert_differ(ours, out.hidden_states[-1], norm.normalized_shape[0])
-
-
-@pytest.mark.parametrize("strategy", ["default", "full"])
-@pytest.mark.parametrize("layers", [-2, [-3, -2]], ids=str)
-@torch.no_grad()
-def test_equals_llava(layers, strategy):
-    """Oracle: `LlavaModel.get_image_features` with a CLIP tower, its projector replaced by nothing."""
-    torch.manual_seed(1)
-    text = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**SIZES).to_dict(), text_config=text | {"num_attention_heads": 2},
-        vision_feature_layer=layers, vision_feature_select_strategy=strategy,
-    )  # fmt: skip
-    llava = LlavaModel(config).eval()
-    llava.multi_modal_projector = nn.Identity()
-    pixels = torch.randn(2, 3, 28, 28)
-    want = llava.get_image_features(pixels)
-    want = torch.stack(list(getattr(want, "pooler_output", want)))
-    states = llava.vision_tower(pixels, output_hidden_states=True).hidden_states
-    layers = layers if isinstance(layers, list) else [layers]
-    ours = resolve_visual_encoder_outputs(
-        states, None, select_layers=layers, max_possible_layers=4, feature_select_strategy=strategy
-    )
-    assert torch.equal(ours, want)
 
 
 @pytest.mark.parametrize(("tokens", "strategy", "selected"), GOLDEN["num_selected"])

@@ -7,15 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from transformers import (
     CLIPVisionConfig,
-    CLIPVisionModel,
-    LlavaConfig,
-    PixtralVisionConfig,
     Qwen2_5_VLConfig,
-    SiglipVisionConfig,
-    SiglipVisionModel,
 )
 
 from refvl import attention
@@ -41,36 +35,6 @@ def test_equals_golden_data(case):
         assert info.get_num_image_tokens(image_width=width, image_height=height) == tokens
         if grid:
             assert list(info.get_patch_grid_size(image_width=width, image_height=height)) == grid[0]
-
-
-@pytest.mark.parametrize(
-    ("tower", "config"), [(CLIPVisionModel, CLIPVisionConfig), (SiglipVisionModel, SiglipVisionConfig)]
-)
-@torch.no_grad()
-def test_equals_the_tokens_of_transformers_towers(tower, config):
-    """Oracle: the tower itself, at a side that the patch does not divide."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = config(**sizes, image_size=45, patch_size=7)
-    tokens = tower(vision)(torch.zeros(1, 3, 45, 45)).last_hidden_state.shape[1]
-    info = get_vision_encoder_info(LlavaConfig(vision_config=vision.to_dict()))
-    assert info.get_num_image_tokens(image_width=640, image_height=480) == tokens
-
-
-@pytest.mark.parametrize(("width", "height"), [(100, 50), (337, 335), (1024, 1025), (2000, 500), (15, 900), (640, 480)])
-@pytest.mark.parametrize(("patch", "merge"), [(16, 1), (14, 2)])
-def test_equals_pixtral_s_processor(width, height, patch, merge):
-    """Oracle: the size that transformers' processor gives the picture, in tokens."""
-    from transformers.models.pixtral import image_processing_pil_pixtral
-
-    processor = image_processing_pil_pixtral.PixtralImageProcessorPil(
-        size={"longest_edge": 400}, patch_size={"height": patch * merge, "width": patch * merge}
-    )
-    [[got_height, got_width]] = processor(Image.new("RGB", (width, height)))["image_sizes"]
-    config = LlavaConfig(vision_config=PixtralVisionConfig(image_size=400, patch_size=patch).to_dict())
-    config.spatial_merge_size = merge
-    info = get_vision_encoder_info(config)
-    across, down = info.get_patch_grid_size(image_width=width, image_height=height)
-    assert (got_width, got_height) == (across * patch * merge, down * patch * merge)
 
 
 def test_a_thread_keeps_one_token():

@@ -66,14 +66,6 @@ def test_golden(case):
     assert positions.dtype == torch.int64
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 200))
-def test_text_alone_is_arange(num_tokens):
-    positions, delta = get_mrope_input_positions(num_tokens, [])
-    assert torch.equal(positions, torch.arange(num_tokens).expand(3, -1))
-    assert delta == 0
-
-
 @settings(max_examples=150, deadline=None)
 @given(prompts, st.randoms(use_true_random=False))
 def test_equals_the_loop_over_tokens(prompt, random):

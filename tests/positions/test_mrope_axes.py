@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextRotaryEmbedding
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
@@ -58,14 +56,6 @@ def test_runs_equal_transformers(model_type, rotary, section, share, pairs):
         if sin.ndim == 4:
             sin = torch.cat([part[i] for i, part in enumerate(sin.split(section, -1))], -1)
         assert ((sin.flatten() != 0) == (axes == axis)).all()
-
-
-@given(st.lists(st.integers(0, 40), min_size=3, max_size=3), st.booleans())
-def test_every_pair_has_one_axis(section, interleaved):
-    axes = mrope_axis_of_pairs(section, interleaved=interleaved)
-    assert len(axes) == sum(section) and set(axes.tolist()) <= {0, 1, 2}
-    if not interleaved:
-        assert axes.bincount(minlength=3).tolist() == section
 
 
 @pytest.mark.parametrize(
