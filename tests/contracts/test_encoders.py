@@ -29,7 +29,7 @@ from refvl.encoders import (
 )
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
-from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+from refvl.graphs.buffers import metadata_tensors
 from refvl.pixels.slices import SliceGroup
 from refvl.study.report import Trace
 from refvl.study.watch import TowerWatch
@@ -295,11 +295,6 @@ def alone(encoder, rows: Tensor, layouts) -> list[Tensor]:
     return [encoder(part, [layout]) for part, layout in zip(parts, layouts, strict=True)]
 
 
-def paths_of(encoder) -> list:
-    """What graphs capture: the encoder, or the stacks of one that has several."""
-    return list(encoder.paths.values()) if hasattr(encoder, "paths") else [encoder]
-
-
 # --- eager ------------------------------------------------------------------------------------------------------------
 
 
@@ -486,24 +481,6 @@ def test_a_b_a(case):
 def test_any_batch_equals_the_eager_encoder(case, data, seed):
     """Oracle: as above; padding and everything that a graph computes hold NaN before."""
     check_replay(case, data.draw(st.lists(case.items, max_size=6)), seed)
-
-
-@every_graph
-def test_every_field_has_a_padding_rule(case):
-    """On each tensor of what graphs capture; tuples are for sdpa alone, integers are capacities."""
-    for path in paths_of(built(case)):
-        check_rules(path.plan_capacity(64, 4))
-
-
-def check_rules(metadata) -> None:
-    for field in fields(metadata):
-        value = getattr(metadata, field.name)
-        if isinstance(value, Tensor):
-            assert field.metadata["pad"] in PAD_RULES, field.name
-        elif is_dataclass(value):
-            check_rules(value)
-        else:
-            assert isinstance(value, int) or field.metadata["pad"] == "empty", field.name
 
 
 @every_graph

@@ -1,4 +1,4 @@
-"""Every attention backend against one slow formula: N x N scores in float64, masked to the segments."""
+"""Every attention backend against one slow formula: each segment by itself, in float64."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ SEGMENTS = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def slow_attention(q, k, v, lengths):
-    """softmax(q k^T / sqrt(K), masked to pairs of the same segment) v in float64, for the rows of the segments."""
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
-    n = len(segment)
-    q, k, v = (x[:n].double().transpose(0, 1) for x in (q, k, v))  # (H, n, K)
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    scores = scores.masked_fill(segment[:, None] != segment[None], float("-inf"))
-    return (scores.softmax(dim=-1) @ v).transpose(0, 1)  # (n, H, K)
+def slow_attention(q, k, v, pairs):
+    """Segment by segment, of a queries and b keys each: softmax(q k^T / sqrt(K)) v in float64."""
+    out, (q, k, v) = [], (x.double().transpose(0, 1) for x in (q, k, v))  # (H, n, K)
+    for a, b in pairs:
+        scores = q[:, :a] @ k[:, :b].mT / q.shape[-1] ** 0.5
+        out.append((scores.softmax(-1) @ v[:, :b]).transpose(0, 1))
+        q, k, v = q[:, a:], k[:, b:], v[:, b:]
+    return torch.cat(out)
 
 
 def cumulative(lengths, device="cpu"):
@@ -84,7 +84,7 @@ def test_every_backend_equals_the_slow_formula(name, head_size, device, backend,
     q, k, v = random_qkv(sum(lengths), 3, head_size, dtype, device)
     out = varlen_attention(q, k, v, cumulative(lengths, device), max(lengths), backend=backend)
     assert (out.dtype, out.shape) == (dtype, q.shape)
-    assert_exact(out, slow_attention(q, k, v, lengths), v, max(lengths))
+    assert_exact(out, slow_attention(q, k, v, zip(lengths, lengths, strict=True)), v, max(lengths))
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,7 +96,7 @@ def test_any_lengths_with_and_without_the_plan_s_groups(lengths, seed):
     out = varlen_attention(q, k, v, cu_seqlens, max(lengths), backend="sdpa")
     planned = varlen_attention(q, k, v, cu_seqlens, max(lengths), backend="sdpa", groups=group_segments(cu_seqlens))
     assert torch.equal(out, planned)
-    assert_exact(out, slow_attention(q, k, v, lengths), v, max(lengths))
+    assert_exact(out, slow_attention(q, k, v, zip(lengths, lengths, strict=True)), v, max(lengths))
 
 
 PAIRS = {  # queries and keys per segment
@@ -105,16 +105,6 @@ PAIRS = {  # queries and keys per segment
     "many lengths": [(4, 5), (4, 1), (2, 12), (4, 5), (3, 40), (1, 1)],
     "empty segments": [(0, 0), (4, 9), (0, 0), (2, 3), (0, 5)],
 }
-
-
-def slow_cross_attention(q, k, v, pairs):
-    """Segment by segment: softmax(q k^T / sqrt(K)) v in float64."""
-    out, (q, k, v) = [], (x.double().transpose(0, 1) for x in (q, k, v))  # (H, n, K)
-    for a, b in pairs:
-        scores = q[:, :a] @ k[:, :b].mT / q.shape[-1] ** 0.5
-        out.append((scores.softmax(-1) @ v[:, :b]).transpose(0, 1))
-        q, k, v = q[:, a:], k[:, b:], v[:, b:]
-    return torch.cat(out)
 
 
 def cross_attention(q, k, v, cu_q, cu_k, max_q, max_k, backend):
@@ -129,7 +119,7 @@ def cross_attention(q, k, v, cu_q, cu_k, max_q, max_k, backend):
 @pytest.mark.parametrize("padding", [3, 0])
 @pytest.mark.parametrize("name", PAIRS)
 def test_cross_attention_equals_the_slow_formula(name, padding, head_size, device, backend, dtype):
-    """Oracle: `slow_cross_attention`. Rows after the last segment hold NaN and come out as zero."""
+    """Oracle: `slow_attention`. Rows after the last segment hold NaN and come out as zero."""
     needs(device, backend, dtype)
     queries, keys = zip(*PAIRS[name], strict=True)
     q, _, _ = random_qkv(sum(queries) + padding, 3, head_size, dtype, device, seed=1)
@@ -138,7 +128,7 @@ def test_cross_attention_equals_the_slow_formula(name, padding, head_size, devic
     cu_q, cu_k = cumulative([*queries, 0], device), cumulative([*keys, 0], device)
     out = cross_attention(q, k, v, cu_q, cu_k, max(queries), max(keys), backend)
     assert (out.dtype, out.shape) == (dtype, q.shape)
-    want = slow_cross_attention(q, k, v, PAIRS[name])
+    want = slow_attention(q, k, v, PAIRS[name])
     assert_exact(out[: len(want)], want, v, max(keys))
     assert not out[len(want) :].any()
 
@@ -220,5 +210,5 @@ def test_padding_rows_on_the_gpu_are_zero_whatever_memory_held(device, backend, 
     torch.cuda.synchronize()
     del freed
     out = varlen_attention(q, k, v, cu_seqlens, 2 * max(lengths), backend=backend)
-    assert_exact(out[:n], slow_attention(q, k, v, lengths), v, max(lengths))
+    assert_exact(out[:n], slow_attention(q, k, v, zip(lengths, lengths, strict=True)), v, max(lengths))
     assert torch.equal(out[n:], torch.zeros_like(out[n:]))

@@ -18,7 +18,6 @@ from transformers import AutoConfig
 from refvl.attention import available_backends
 from refvl.encoders import Glm4vVisionTransformer, Qwen2_5_VisionTransformer
 from refvl.encoders.qwen2_5_vl import clamp_overflow
-from refvl.graphs import EncoderGraphManager
 from refvl.paths import DATA
 from refvl.positions.rotary import rotary_cos_sin
 
@@ -42,11 +41,6 @@ def theirs(family):
 
 def ours(family, **options):
     return same_weights(family, theirs(family), tiny(family), **options)
-
-
-def half_steps(family):
-    """How many results of the blocks are rounded to half precision: norms, products, sums."""
-    return 12 * tiny(family).depth
 
 
 # --- equal to transformers --------------------------------------------------------------------------------------------
@@ -161,16 +155,16 @@ def upstream_clamp(x, offset=1000):
 
 @pytest.mark.parametrize(
     "values",
-    [[1.0, -2.0], [65504.0, -65504.0], [float("inf"), 65504.0, 1.0], [float("-inf"), 0.0], [float("nan"), 65504.0]],
+    [[1.0, -2.0], [65504.0, -65504.0], [float("inf"), 65504.0], [float("-inf"), 0.0], [float("nan"), 65504.0]],
     ids=str,
 )
 def test_the_clamp_equals_upstream_s(values):
     """Oracle: `upstream_clamp` of one row. Values near the maximum are left alone unless something overflowed."""
     x = torch.tensor(values, dtype=torch.float16)
-    torch.testing.assert_close(clamp_overflow(x), upstream_clamp(x), atol=0, rtol=0, equal_nan=True)
     beside = torch.full_like(x, 65504)
     rows = clamp_overflow(torch.stack([x, beside]))
-    torch.testing.assert_close(rows, torch.stack([upstream_clamp(x), beside]), atol=0, rtol=0, equal_nan=True)
+    want = torch.stack([upstream_clamp(x), beside])
+    torch.testing.assert_close(rows, want, atol=0, rtol=0, equal_nan=True)
 
 
 @torch.no_grad()
@@ -229,31 +223,14 @@ def test_a_config_of_the_wrong_kind_is_named():
 @torch.no_grad()
 def test_backends_agree_on_the_gpu():
     """Oracle: the float32 tower on the CPU; in bfloat16 each kernel comes as near to it and to sdpa as it rounds."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if "varlen" not in available_backends("cuda", torch.bfloat16):
-        pytest.skip("varlen is not available here")
+    if not torch.cuda.is_available() or "varlen" not in available_backends("cuda", torch.bfloat16):
+        pytest.skip("no CUDA device with varlen")
     family = "qwen2_5_vl"
     patches = random_patches(GRIDS, tiny(family))
-    exact, outs = run_theirs(theirs(family), patches, GRIDS), {}
+    exact, rounded = run_theirs(theirs(family), patches, GRIDS), 12 * tiny(family).depth  # norms, products, sums
+    outs = []
     for name in ("varlen", "sdpa"):
         encoder = ours(family, attention=name).to("cuda", torch.bfloat16)
-        outs[name] = encoder(patches.cuda(), GRIDS).cpu()
-        assert_agree(outs[name], exact.double(), half_steps(family))
-    assert_agree(outs["varlen"], outs["sdpa"], half_steps(family))
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_graphs_equal_eager_on_the_gpu():
-    """Oracle: the float32 tower on the CPU; CUDA graphs of the bfloat16 tower come as near as it rounds."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    patches = random_patches(GRIDS, tiny("glm4v"))
-    exact = run_theirs(theirs("glm4v"), patches, GRIDS)
-    encoder = ours("glm4v").to("cuda", torch.bfloat16)
-    manager = EncoderGraphManager(encoder, budgets=[32, 64], max_items=4, max_frames=4, progress=False)
-    for _ in range(2):
-        outputs = torch.cat(manager.execute(patches.cuda(), GRIDS)).cpu()
-        assert_agree(outputs, exact.double(), half_steps("glm4v"))
-    assert manager.stats().misses == 0
+        outs.append(encoder(patches.cuda(), GRIDS).cpu())
+        assert_agree(outs[-1], exact.double(), rounded)
+    assert_agree(*outs, rounded)

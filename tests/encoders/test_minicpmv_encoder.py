@@ -84,24 +84,16 @@ def family_of(values: dict):
     return find_family({"model_type": "minicpmv"} | values)
 
 
-@pytest.mark.parametrize("case", VERSIONS["dispatch"], ids=lambda c: str(c["config"]))
-def test_dispatch_golden(case):
-    """Oracle: vLLM 0.33.0's `MiniCPMV.__new__`."""
-    if "error" in case:
-        with pytest.raises(ValueError, match=r"version: .* supported: 2.0, 2.5, 2.6, 4.0, 4.5$"):
-            family_of(case["config"])
-        return
-    assert family_of(case["config"]).encoder.__name__ == case["cls"] + "Encoder"
-
-
-@pytest.mark.parametrize("case", VERSIONS["versions"], ids=lambda c: str(c["config"]))
+@pytest.mark.parametrize("case", VERSIONS["dispatch"] + VERSIONS["versions"], ids=lambda c: str(c["config"]))
 def test_versions_golden(case):
-    """Oracle: vLLM 0.33.0's `get_version_by_config`; what it reads but does not support is an error here."""
-    version = ".".join(map(str, case["out"]))
-    if version in ENCODERS:
+    """Oracle: vLLM 0.33.0's `MiniCPMV.__new__` and `get_version_by_config`, which reads more versions than it has."""
+    version = ".".join(map(str, case.get("out", ())))
+    if "cls" in case:
+        assert family_of(case["config"]).encoder.__name__ == case["cls"] + "Encoder"
+    elif version in ENCODERS:
         assert family_of(case["config"]).version == version
     else:
-        with pytest.raises(ValueError, match="version: minicpmv .* is not supported"):
+        with pytest.raises(ValueError, match=r"version: .* supported"):
             family_of(case["config"])
 
 

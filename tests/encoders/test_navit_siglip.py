@@ -140,15 +140,13 @@ def test_no_slices(ours):
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "seen", "error", "message"),
+    ("shape", "sizes", "seen", "message"),
     [
-        ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: expected at most 20 .*, got \[24\]"),
-        ((2, 3, 14, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 0 must be 1, got 2"),
-        ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: expected a width of whole patches of 14 px"),
-        ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected integers"),
-        ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: expected as many patches per slice"),
+        ((1, 3, 14, 280), [(4, 6)], None, r"tgt_sizes: expected at most 20 .*, got \[24\]"),
+        ((1, 3, 14, 281), [(4, 5)], None, "pixel_values: expected a width of whole patches of 14 px"),
+        ((1, 3, 14, 280), [(4, 5)], [(1, 19)], "position_sizes: expected as many patches per slice"),
     ],
 )
-def test_bad_input_is_named(ours, shape, sizes, seen, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_named(ours, shape, sizes, seen, message):
+    with pytest.raises(ValueError, match=message):
         ours(torch.zeros(shape), sizes, seen)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from closeness import assert_agree
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,14 +180,6 @@ def test_pixels_are_normalised_then_resized(width, height):
     # the filter's centres are rounded, and they lie anywhere between the picture's sides
     assert_agree(got, torch.from_numpy(want), 1, scale=max(width, height, 84) * np.abs(want).max())
     assert (got.shape, got.dtype) == ((3, 84, 84), torch.float32)
-
-
-def test_patch_rows_are_what_a_strided_convolution_sees():
-    """Oracle: `F.conv2d` with kernel = stride; a side that 14 does not divide loses its rest."""
-    torch.manual_seed(0)
-    pixels, kernel = torch.randn(2, 3, 60, 60), torch.randn(5, 3, 14, 14)
-    want = F.conv2d(pixels, kernel, stride=14).flatten(2).transpose(1, 2).flatten(0, 1)
-    assert_agree(square_patch_rows(pixels, 14) @ kernel.flatten(1).T, want, 14 * 14 * 3)
 
 
 def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():

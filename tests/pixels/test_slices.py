@@ -69,19 +69,6 @@ def test_pixels_equal_transformers_bit_for_bit(processor, image):
     assert torch.equal(as_strip(rows), expected["pixel_values"][0])
 
 
-@given(sides, sides)
-def test_plans_are_whole_patches_near_the_area(width, height):
-    """By definition: whole patches, and between 1/2 and 2 times the area, but for bands thinner than the patch."""
-    plan = plan_slices(width, height, CONFIG)
-    for w, h in filter(None, (plan.overview, plan.cell)):
-        assert w % 14 == h % 14 == 0 and min(w, h) >= 14
-    if plan.grid is None and max(width, height) < 20 * min(width, height):
-        w, h = plan.overview
-        assert 448**2 / 2 < w * h < 448**2 * 2
-    columns, rows = plan.grid or (0, 0)
-    assert len(plan.tgt_sizes) == 1 + columns * rows <= 10
-
-
 @given(sides, sides, st.integers(1, 12))
 def test_no_grid_of_an_allowed_number_fits_the_ratio_better(width, height, most):
     grid = slice_grid(width, height, SliceConfig(max_slice_nums=most))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from refvl import positions
-from refvl.positions import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.positions import apply_rotary, vision_rotary_cos_sin
 
 GRIDS = [(1, 4, 6), (2, 2, 2), (3, 8, 4)]
 
@@ -48,15 +48,6 @@ def test_equals_the_slow_formula(problem, head_dim, theta):
     largest = 1 + float(angles.max())  # an angle is rounded before its cosine is
     assert_agree(cos, angles.cos(), 4, scale=largest)
     assert_agree(sin, angles.sin(), 4, scale=largest)
-
-
-@settings(max_examples=50, deadline=None)
-@given(grids_and_merge())
-def test_coordinates_equal_transformers(problem):
-    """Oracle: `transformers.vision_utils.get_vision_position_ids`."""
-    oracle = pytest.importorskip("transformers.vision_utils").get_vision_position_ids
-    grids, merge = problem
-    assert torch.equal(merge_block_coordinates(grids, spatial_merge_size=merge), oracle(torch.tensor(grids), merge))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -143,12 +143,10 @@ def test_bad_input_is_named(name):
     mask, embeds = PRUNERS[name].mask, torch.zeros(16, 8)
     with pytest.raises(ValueError, match="video_embeds: dimension 0 must be 16, got 15"):
         mask(embeds[1:], (4, 2, 2), 1, 0.5)
-    with pytest.raises(TypeError, match="video_embeds: expected floating-point numbers, got dtype torch.int64"):
+    with pytest.raises(TypeError, match="video_embeds: expected floating-point numbers"):
         mask(embeds.long(), (4, 2, 2), 1, 0.5)
     with pytest.raises(ValueError, match=r"q: expected a pruning rate in \[0, 1\), got 1"):
         mask(embeds, (4, 2, 2), 1, 1)
-    with pytest.raises(TypeError, match="tokens_per_frame: expected an integer"):
-        PRUNERS[name].count(4.0, 4, 0.5)
 
 
 @pytest.mark.parametrize("name", ["EVS", None])

@@ -171,6 +171,7 @@ READ = {
 STRIPS = {  # rows and columns of axes
     "position grid": ((3, 3), lambda ax: viz.plot_position_grid(POSITIONS, CLIP, ax=ax)),
     "keep mask": ((1, 3), lambda ax: viz.plot_keep_mask(FRAMES, MASK, THW, ax=ax)),
+    "dissimilarity": ((1, 3), lambda ax: viz.plot_dissimilarity(torch.rand(3, 8), THW, ax=ax)),
     "slices": ((1, 2), lambda ax: viz.plot_slices(PICTURE, SliceConfig(), query_num=9, ax=ax)),
 }
 REFUSED = {
@@ -254,14 +255,6 @@ def test_buffers_show_their_contents_and_shade_the_padding():
     for panel, first, count in ((index, 14.5, 1), (positions, 59.5, 4)):
         [shade] = [box for box in panel.patches if to_rgb(box.get_facecolor()) == to_rgb(HIGHLIGHT)]
         assert (shade.get_x(), shade.get_width()) == (first, count)
-
-
-def test_stale_errors_are_drawn_by_operation_and_token():
-    row = {"operations": np.array([0, 85, 255]), "tokens": np.array([[0.1, 0.2], [0.3, 1.8]])}
-    left, right = viz.plot_stale_errors(row, [{"name": "a", "count": 1}, {"name": "blocks.0", "count": 2}], title="t")
-    assert left.collections[0].get_paths()[0].vertices[:, 1].max() == 255
-    assert texts(left) == ["a", "blocks.0"]
-    np.testing.assert_array_equal(image(right), row["tokens"])
 
 
 def test_a_figure_is_described_by_its_titles_axes_and_legends():

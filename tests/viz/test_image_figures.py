@@ -13,14 +13,13 @@ from reading import corners, image, lines, texts, ticks
 
 from refvl import viz
 from refvl.pixels.by_hand import patchify_image
-from refvl.pixels.crops import CropConfig, count_prompt_tokens, plan_crops
+from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import (
     CanvasMarks,
     MediaSpan,
     canvas_positions,
-    compute_dissimilarity,
     compute_retention_mask,
     get_mrope_input_positions,
     get_window_index,
@@ -295,15 +294,6 @@ def test_keep_masks_cover_what_is_pruned():
         assert np.array_equal(image(several[0][i], 1), image(axes[i], 1))
         assert axes[i].get_title() == f"step {i}: {mask.sum()} of 8 kept"
     assert axes[0].figure.get_suptitle() == "q = 0.5: 12 of 24 tokens kept"
-
-
-def test_dissimilarity_maps_share_a_scale_and_the_first_has_none():
-    dissimilarity = compute_dissimilarity(EMBEDS, 3)
-    axes = viz.plot_dissimilarity(dissimilarity, THW, title="embeddings")
-    assert texts(axes[0]) == ["always\nkept"]
-    for i in (1, 2):
-        np.testing.assert_array_equal(image(axes[i]).ravel(), dissimilarity[i])
-        assert axes[i].images[0].get_clim() == (0, float(dissimilarity[1:].max()))
 
 
 def test_pruned_positions_are_those_of_the_survivors():
