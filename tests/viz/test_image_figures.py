@@ -13,7 +13,7 @@ from reading import corners, image, lines, texts, ticks
 
 from refvl import viz
 from refvl.pixels.by_hand import patchify_image
-from refvl.pixels.crops import CropConfig, plan_crops
+from refvl.pixels.crops import CropConfig, count_prompt_tokens, plan_crops
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import (
