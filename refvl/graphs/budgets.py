@@ -213,12 +213,11 @@ def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25
     """
-    replays = [batch for batch in batches if batch.budget is not None]
-    computed = sum(batch.budget or 0 for batch in replays)
-    if output_tokens is None:
-        used = sum(batch.tokens for batch in replays)
-    else:
-        used = sum(output_tokens[i] for batch in replays for i in batch.indices)
+    used = computed = 0
+    for batch in batches:
+        if batch.budget is not None:
+            used += batch.tokens if output_tokens is None else sum(output_tokens[i] for i in batch.indices)
+            computed += batch.budget
     return 1 - used / computed if computed else 0.0
 
 

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 from refvl.checks import check_pixel_rows
 from refvl.graphs.budgets import Batch, Limits, check_policy, infer_limits, pack_items
-from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
+from refvl.graphs.buffers import fields_to_fill, fill_together, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
 from refvl.graphs.packing import Capacity
 from refvl.graphs.recorder import TraceGraph
@@ -65,8 +65,7 @@ class CapturedBudget:
 
         Errors are as in `fill_padded` and `fill_metadata`.
         """
-        fill_padded(self.pixel_values, rows, "zero", "pixel_values")
-        fill_metadata(self.metadata, metadata)
+        fill_together([(self.pixel_values, rows, "zero", "pixel_values"), *fields_to_fill(self.metadata, metadata)])
 
 
 @dataclass(slots=True)
@@ -243,7 +242,10 @@ class EncoderGraphManager:
 
     def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches; all of them run eagerly if the encoder has hooks, which a replay would not call."""
-        return [replace(batch, budget=None) for batch in batches] if has_hooks(self.encoder) else batches
+        of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        if of_all or any(m._forward_hooks or m._forward_pre_hooks for m in _modules(self.encoder)):
+            return [replace(batch, budget=None) for batch in batches]
+        return batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
         """Return (path, its part of an item) for each path that has a part, in the order of the item's rows."""
@@ -356,12 +358,6 @@ def adapter_switches(module: nn.Module) -> list[str]:
 def _switches(modules: list[nn.Module]) -> list[str]:
     adapters = [own for module in modules if "merged_adapters" in (own := module.__dict__)]
     return [str([own.get(switch) for switch in ADAPTER_SWITCHES]) for own in adapters]
-
-
-def has_hooks(encoder: nn.Module) -> bool:
-    """Return whether a forward of `encoder` calls hooks, which are Python functions and not part of a graph."""
-    of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(of_all) or any(module._forward_hooks or module._forward_pre_hooks for module in _modules(encoder))
 
 
 def _modules(encoder: nn.Module) -> list[nn.Module]:

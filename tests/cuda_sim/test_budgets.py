@@ -30,9 +30,9 @@ COPIES_OF_A_PLAN = {
     "Qwen2.5-VL": 1, "Qwen3-VL": 2, "GLM-4.1V": 2, "GLM-OCR": 1, "MiniCPM-V 2.6": 2, "MiniCPM-V 4.5": 2,
     "MiniCPM-V 4.6": 1, "Step3-VL": 1, "Step3-VL-10B": 1,
 }  # fmt: skip
-KERNELS_AROUND_A_REPLAY = {  # two for each buffer, one for the clone; where the plan reads weights, the plan
-    "Qwen2.5-VL": 14, "Qwen3-VL": 14, "GLM-4.1V": 14, "GLM-OCR": 8, "MiniCPM-V 2.6": 14, "MiniCPM-V 4.5": 17,
-    "MiniCPM-V 4.6": 9, "Step3-VL": 13, "Step3-VL-10B": 11,
+KERNELS_AROUND_A_REPLAY = {  # all buffers filled and padded, outputs cloned; where the plan reads weights, the plan
+    "Qwen2.5-VL": 7, "Qwen3-VL": 8, "GLM-4.1V": 8, "GLM-OCR": 4, "MiniCPM-V 2.6": 6, "MiniCPM-V 4.5": 6,
+    "MiniCPM-V 4.6": 5, "Step3-VL": 11, "Step3-VL-10B": 9,
 }  # fmt: skip
 
 
