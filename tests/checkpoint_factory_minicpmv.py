@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -55,6 +57,7 @@ TEXT_OF_VERSION = {
     "4.5": {"rope_theta": 1e6, "head_dim": 48},
 }
 TEXT_CLASSES = {
+    "2.0": (GraniteConfig, GraniteForCausalLM),
     "2.5": (LlamaConfig, LlamaForCausalLM),
     "2.6": (Qwen2Config, Qwen2ForCausalLM),
     "4.0": (LlamaConfig, LlamaForCausalLM),
@@ -103,46 +106,35 @@ def minicpmv_config(version: str) -> dict:
 
 
 def text_config(version: str):
-    """transformers' config of the same sizes, spelled out by hand."""
+    """transformers' config of the same sizes, spelled out by hand.
+
+    MiniCPM (2.0) is Granite: residuals are scaled by scale_depth / sqrt(layers), and logits divided by
+    hidden / dim_model_base. Embeddings are given to it scaled.
+    """
     config, cls = minicpmv_config(version), TEXT_CLASSES[version][0]
-    rope = {"rope_type": "default"} | config.get("rope_scaling", {}) | {"rope_theta": config["rope_theta"]}
+    theta = {"rope_theta": config.get("rope_theta", 1e4)}
+    rope = {"rope_type": "default"} | config.get("rope_scaling", {}) | theta
     sizes = {name: config[name] for name in (*TEXT, "vocab_size", "head_dim") if name in config}
+    if version == "2.0":
+        sizes |= {"residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 128 / 32, "attention_multiplier": 32**-0.5}
     return cls(**sizes, rope_parameters=rope)
 
 
 def text_shapes(version: str) -> dict[str, tuple]:
-    """Of the text model under `llm.`; those of 2.0 are Llama's."""
-    if version != "2.0":
-        with torch.device("meta"):
-            model = TEXT_CLASSES[version][1](text_config(version))
-        return {f"llm.{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    c = minicpmv_config(version)
-    D, inner, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    shapes = {"llm.model.embed_tokens.weight": (V, D), "llm.lm_head.weight": (V, D), "llm.model.norm.weight": (D,)}
-    layer = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-    layer |= {f"self_attn.{x}_proj": (D, D) for x in "qkvo"}
-    layer |= {"mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D), "mlp.down_proj": (D, inner)}
-    return shapes | {
-        f"llm.model.layers.{i}.{name}.weight": shape
-        for i in range(c["num_hidden_layers"])
-        for name, shape in layer.items()
-    }
+    """Of the text model under `llm.`."""
+    with torch.device("meta"):
+        model = TEXT_CLASSES[version][1](text_config(version))
+    return {f"llm.{name}": tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def vision_shapes(version: str) -> dict[str, tuple]:
     """Of `vpm.`: timm's names for 2.0, those of Idefics2's SigLIP for the others."""
     v = minicpmv_config(version)["vision_config"]
     if version == "2.0":
-        D, inner, depth = (
-            v["embed_dim"],
-            int(v["embed_dim"] * v["mlp_ratio"]),
-            v["depth"] - 1,
-        )  # the last one is dropped
-        shapes = {
-            "patch_embed.proj.weight": (D, 3, PATCH, PATCH),
-            "patch_embed.proj.bias": (D,),
-            "pos_embed": (1, 25, D),
-        }
+        D, depth = v["embed_dim"], v["depth"] - 1  # the last one is dropped
+        inner = int(D * v["mlp_ratio"])
+        shapes = {"patch_embed.proj.weight": (D, 3, PATCH, PATCH), "patch_embed.proj.bias": (D,)}
+        shapes |= {"pos_embed": (1, 25, D)}
         block = {"norm1": (D,), "norm2": (D,), "attn.qkv": (3 * D, D), "attn.proj": (D, D)}
         block |= {"mlp.fc1": (inner, D), "mlp.fc2": (D, inner)}
         blocks, last = "blocks", "norm"
@@ -150,9 +142,8 @@ def vision_shapes(version: str) -> dict[str, tuple]:
         D, inner, depth = v["hidden_size"], v["intermediate_size"], v["num_hidden_layers"]
         shapes = {"embeddings.patch_embedding.weight": (D, 3, PATCH, PATCH), "embeddings.patch_embedding.bias": (D,)}
         shapes |= {"embeddings.position_embedding.weight": (25, D)}
-        block = {"layer_norm1": (D,), "layer_norm2": (D,)} | {
-            f"self_attn.{x}_proj": (D, D) for x in ("q", "k", "v", "out")
-        }
+        block = {"layer_norm1": (D,), "layer_norm2": (D,)}
+        block |= {f"self_attn.{x}_proj": (D, D) for x in ("q", "k", "v", "out")}
         block |= {"mlp.fc1": (inner, D), "mlp.fc2": (D, inner)}
         blocks, last = "encoder.layers", "post_layernorm"
     for i in range(depth):

@@ -215,21 +215,6 @@ def test_switch_merge_and_unmerge(qwen, saved, kernel, monkeypatch):
     assert torch.equal(vlm.language_model.lm_head.weight, before)
 
 
-def test_a_head_that_was_trained_as_a_whole_is_found(qwen, tmp_path):
-    """`modules_to_save`. Oracle: the weights in place."""
-    vlm = load(qwen)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    made = adapters.attach(vlm, config)
-    randomize(made, "default", 0)
-    with torch.no_grad():
-        made.base_model.model.lm_head.modules_to_save["default"].weight.mul_(-1)
-    made.save_pretrained(tmp_path)
-    other = load(qwen)
-    plain = other.trace(**QUESTION).token_ids
-    adapters.attach(other, tmp_path)
-    assert other.trace(**QUESTION).token_ids == vlm.trace(**QUESTION).token_ids != plain
-
-
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL"])
 def test_graphs_follow_adapters(family):
     """Attached, switched, merged, scaled and removed. Oracle: the encoder without graphs."""

@@ -1,14 +1,21 @@
-"""Oracle: the same weights under the original naming; every damage to a folder is one clear error."""
+"""Folders of weights, and arguments of `refvl.load`: every damage is one sentence that names it.
+
+Oracles: the same weights under the original naming, transformers' choice of files, and the same
+folder undamaged.
+"""
 
 import json
+import re
+import resource
+import time
 
 import pytest
 import torch
 from checkpoint_factory import change_json, change_weights, make_checkpoint
-from random_models import load
 from safetensors.torch import load_file, save_file
 
 import refvl
+from refvl import checkpoints
 from refvl.checkpoints import find_checkpoint
 from refvl.paths import DATA
 
@@ -20,14 +27,23 @@ def folder(tmp_path):
     return make_checkpoint(tmp_path / "model")
 
 
-def after_4_52(name):
-    if name.startswith("visual."):
-        return f"model.{name}"
-    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+def load(folder, **options):
+    return refvl.load(folder, **{"device": "cpu", "progress": False} | options)
 
 
-def as_vllm(name):
-    return name if name.startswith("visual.") else f"language_model.{name}"
+def refuses(folder, message, error: type[Exception] | tuple = (ValueError, FileNotFoundError), **options):
+    with pytest.raises(error, match=re.escape(message)):
+        load(folder, **options)
+
+
+def write_index(folder, weight_map: dict[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_nothing_there(tmp_path):
+    refuses(tmp_path / "nowhere", "path_or_id: expected an existing folder,")
+    refuses(tmp_path, "contains no config.json")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (DATA / "checkpoints").iterdir()))
@@ -46,18 +62,23 @@ def test_an_unknown_name_is_answered_with_those_that_are_shipped():
         find_checkpoint("tiny-qwen")
 
 
-NAMINGS = {
-    "after 4.52": lambda weights: {after_4_52(name): tensor for name, tensor in weights.items()},
-    "vLLM": lambda weights: {as_vllm(name): tensor for name, tensor in weights.items()},
+NAMINGS = {  # prefixes in the first releases, and elsewhere
+    "after 4.52": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "vLLM": {"visual.": "visual.", "": "language_model."},
 }
 
 
-@pytest.mark.parametrize("rename", NAMINGS.values(), ids=NAMINGS.keys())
-def test_every_naming_loads_to_the_same_model(folder, rename):
+@pytest.mark.parametrize("prefixes", NAMINGS.values(), ids=NAMINGS)
+def test_every_naming_loads_to_the_same_model(folder, prefixes):
+    def renamed(name: str) -> str:
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        return name if old is None else prefixes[old] + name.removeprefix(old)
+
     question = {"prompt": "What is it?", "images": [PHOTO], "max_new_tokens": 6}
     expected = load(folder).trace(**question)
     before = load_file(folder / "model.safetensors").keys()
-    trace = load(change_weights(folder, rename)).trace(**question)
+    change_weights(folder, lambda weights: {renamed(name): weight for name, weight in weights.items()})
+    trace = load(folder).trace(**question)
     assert load_file(folder / "model.safetensors").keys() != before
     assert trace.token_ids == expected.token_ids
     assert torch.equal(trace.embeds[0], expected.embeds[0])
@@ -72,11 +93,10 @@ def test_shards_with_an_index(folder):
         file = f"model-0000{i}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_index(folder, weight_map)
     assert torch.equal(load(folder).encode(images=[PHOTO])[0], expected)
     (folder / file).unlink()
-    with pytest.raises(FileNotFoundError, match="shards that do not exist.*00002-of-00002"):
-        load(folder)
+    refuses(folder, "shards that do not exist: ['model-00002-of-00002.safetensors']")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -92,18 +112,7 @@ def test_no_remote_code_runs(folder):
     (folder / "evil.py").write_text("raise SystemExit('this code must never run')")
     evil = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
     change_json(folder / "config.json", lambda config: config | evil)
-    with pytest.raises(ValueError, match="model_type: 'evil' is not supported; supported: .*qwen2_5_vl"):
-        load(folder)
-
-
-def test_nothing_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="path_or_id: expected an existing folder, .*, got .*/nowhere"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="contains no config.json"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        load(tmp_path)
+    refuses(folder, "model_type: 'evil' is not supported; supported: qwen2_5_vl")
 
 
 REFUSED = {
@@ -135,3 +144,158 @@ def test_tied_embeddings(tmp_path):
     change_weights(folder, lambda weights: {name: t for name, t in weights.items() if name != "lm_head.weight"})
     model = load(folder).language_model
     assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_wins_over_an_index_in_both_halves(folder):
+    """Beside the trained file an index of zeros: transformers reads the file, and so must the
+    tower."""
+    want = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(zeros, folder / "shard.safetensors")
+    write_index(folder, dict.fromkeys(zeros, "shard.safetensors"))
+    trace = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
+    assert torch.equal(trace.embeds[0], want.embeds[0])
+    assert trace.token_ids == want.token_ids
+    (folder / "model.safetensors").unlink()
+    assert not load(folder).encode(images=[PHOTO])[0].any()
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/tmp/x.safetensors"])
+def test_an_index_names_files_inside_the_folder(folder, place):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder.parent / "outside.safetensors")
+    (folder / "model.safetensors").unlink()
+    write_index(folder, dict.fromkeys(weights, place))
+    refuses(folder, "must name a *.safetensors file inside it")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"weight', "model.safetensors.index.json is not valid JSON"),
+        ("{}", "model.safetensors.index.json: expected weights and their files under 'weight_map', got None"),
+        ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file inside it, got 3"),
+    ],
+)  # fmt: skip
+def test_a_malformed_index_is_named(folder, content, message):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    refuses(folder, message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[]", b"", b"\xff\xfe"])
+def test_malformed_json_is_named(folder, name, content):
+    (folder / name).write_bytes(content)
+    refuses(folder, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "x"}, {"text_config": []}, {"text_config": {"hidden_size": "wide"}}, {"text_config": 3},
+        {"text_config": {"rope_parameters": 7}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_of_another_kind_in_a_config_are_named(folder, change):
+    change_json(folder / "config.json", lambda values: values | change)
+    refuses(folder, "config.json")
+
+
+# --- what the weights are ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64])
+def test_text_weights_that_are_no_floats_are_named(folder, dtype):
+    name = "model.embed_tokens.weight"
+    change_weights(folder, lambda weights: weights | {name: weights[name].to(dtype)})
+    refuses(folder, "not plain floats (1): model.embed_tokens.weight is ")
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        ("nonsense", ValueError, "not plain floats (1): lm_head.weight is I8"),
+        ("vptq", ImportError, "vptq"),  # transformers' own message: it knows how, but not here
+    ],
+)
+def test_a_quantisation_config_is_left_to_transformers_where_it_knows_it(folder, method, error, message):
+    change_weights(folder, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"].to(torch.int8)})
+    change_json(folder / "config.json", lambda values: values | {"quantization_config": {"quant_method": method}})
+    with pytest.raises(error, match=f"(?i){re.escape(message)}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_text_weights_that_are_no_numbers_are_named(folder, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoiled(weights: dict) -> dict:
+        weights[name][3, 5] = value
+        return weights
+
+    change_weights(folder, spoiled)
+    refuses(folder, f"nan or inf (1): {name}")
+
+
+SIZES = {
+    "a billion layers": lambda v: v["text_config"].update(num_hidden_layers=10**9),
+    "no text_config": lambda v: v.pop("text_config"),
+}
+
+
+@pytest.mark.parametrize("change", SIZES.values(), ids=SIZES.keys())
+def test_sizes_are_checked_before_memory_is_taken(folder, change):
+    """The sizes asked for would take gigabytes to terabytes, or for ever: neither may happen."""
+    change_json(folder / "config.json", lambda values: (change(values), values)[1])
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        load(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes: less than a gigabyte"
+    assert time.process_time() - start < 60
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"graph": True}, "graph: load accepts no such argument; did you mean 'graphs'?"),
+        ({"nonsense": 1}, "nonsense: load accepts no such argument"),
+        ({"trust_remote_code": True}, "trust_remote_code: refvl runs no code from a checkpoint"),
+        ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),
+        ({"graphs": {"budget": [16]}}, "budget: graphs accepts no such argument; did you mean 'budgets'?"),
+        ({"weights": "random", "device_map": "auto"}, "device_map: places the weights of a checkpoint"),
+    ],
+)
+def test_arguments_that_nobody_reads(folder, arguments, message):
+    refuses(folder, message, TypeError, **arguments)
+
+
+def test_dtype_by_name(folder):
+    vlm = load(folder, dtype="torch.bfloat16")
+    assert {vlm.encoder.dtype, vlm.language_model.dtype} == {torch.bfloat16}
+    refuses(folder, "dtype: expected 'auto' or one of ['float32', 'bfloat16', 'float16'], got 'float'", dtype="float")
+
+
+def test_the_hub_is_asked_for_what_was_named(folder, monkeypatch):
+    """Oracle: a stand-in for `snapshot_download` that records what it is given."""
+    asked = {}
+
+    def snapshot_download(repo_id, **kwargs):
+        asked.update(kwargs, repo_id=repo_id)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    hub = {"revision": "abc123", "cache_dir": "cache", "token": "secret", "local_files_only": True}
+    load("owner/name", **hub)
+    assert asked == hub | {
+        "repo_id": "owner/name",
+        "allow_patterns": checkpoints.CONFIG_FILES + checkpoints.WEIGHT_FILES,
+    }
+    refuses(folder, "is a local folder; only hub ids have revisions", revision="abc123")

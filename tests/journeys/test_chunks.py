@@ -1,5 +1,4 @@
-"""Prompts prefilled in chunks. Oracles: the whole prefill of the same request,
-`recompute_mrope_positions`.
+"""Prompts prefilled in chunks. Oracle: the whole prefill of the same request.
 
 The two prefills round in different orders: logits agree as far as rounding explains (`closeness`),
 and ids are the same unless the best two are nearer than that, which they are in none of these.
@@ -10,8 +9,6 @@ import pytest
 import torch
 from closeness import assert_logits_agree
 from random_models import WITHOUT_VIDEOS, random_model
-
-from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
 
 PHOTOS = list(np.random.default_rng(1).integers(0, 256, (2, 60, 90, 3), dtype=np.uint8))
 FRAMES = np.random.default_rng(0).integers(0, 256, (7, 60, 90, 3), dtype=np.uint8)
@@ -100,35 +97,6 @@ def test_media_are_encoded_when_they_are_needed_and_not_before():
     assert encoded == int(is_media.sum())
     images = {first.media_tokens.num_tokens, second.media_tokens.num_tokens}
     assert {count for kind, count in events if kind == "encode"} == images | {max(step, 5 // step * step)}
-
-
-@pytest.mark.parametrize("q", [0.0, 0.6])
-def test_positions_equal_those_that_an_engine_recomputes(q):
-    """Oracle: `recompute_mrope_positions`, told of the media piece by piece as the chunks bring
-    them."""
-    vlm, messages = asked("Qwen2.5-VL")
-    trace = vlm.trace(messages, pruning_rate=q, prefill_chunk=9, max_new_tokens=1)
-    full = torch.full((4, len(trace.full_ids)), -1)
-    owner = torch.full((len(trace.full_ids),), -1)
-    for number, span in enumerate(trace.spans):
-        stop = span.offset + span.num_tokens
-        full[:, span.offset : stop] = compute_mrope_for_media((span.t, span.h, span.w), 1, span.t_factor).T
-        owner[span.offset : stop] = number
-    full, owner = full[:, trace.keep], owner[trace.keep]
-    positions = torch.arange(len(trace.input_ids)).expand(3, -1)
-    done = 0
-    config = vlm.config
-    for size in [*trace.chunks, 1]:
-        in_chunk = slice(done, done + size)
-        numbers = owner[in_chunk].unique_consecutive().tolist()
-        pieces = [full[:, in_chunk][:, owner[in_chunk] == number] for number in numbers if number >= 0]
-        positions, delta = recompute_mrope_positions(
-            trace.input_ids, pieces, positions, done, config.vision_start_token_id, config.image_token_id,
-            config.video_token_id,
-        )  # fmt: skip
-        done += size
-        assert torch.equal(positions[:, :done], trace.positions[:, :done])
-    assert torch.equal(positions, trace.positions) and delta == trace.delta
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "qwen3_5"])

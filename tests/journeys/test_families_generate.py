@@ -1,7 +1,7 @@
 """Every family from folder to text. Oracle: transformers' model of the weights.
 
 Where transformers lacks the whole, prompts are written by hand, media go through the tower one by
-one, and a text model (of transformers, or MiniCPM's formulas) reads everything again at each step.
+one, and a text model of transformers reads everything again at each step.
 What one family does alone follows below; the golden prompts are vLLM's.
 
 transformers 5.17 to 5.23 keeps the marks that a chat template writes around a video. 4.57 and vLLM
@@ -22,7 +22,6 @@ import checkpoint_factory_minicpmv as minicpmv
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from checkpoint_factory import (
     change_json,
     change_weights,
@@ -203,42 +202,6 @@ def ask_transformers(name: str, trace, parts) -> tuple[list[int], torch.Tensor]:
 # ------------------------------------------------------------------------------- oracles: prompts and loops by hand
 
 
-def rms(x, weight, eps):
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def minicpm_logits(weights: dict, config: dict, embeds_LD: torch.Tensor) -> torch.Tensor:
-    """MiniCPM by its formulas: a Llama whose residuals are scaled by scale_depth / sqrt(layers),
-    whose logits are divided by hidden / dim_model_base. embeds: (L, D), text already times
-    scale_emb."""
-    L, D = embeds_LD.shape
-    H = config["num_attention_heads"]
-    eps = config["rms_norm_eps"]
-    layers = config["num_hidden_layers"]
-    scale = config["scale_depth"] / math.sqrt(layers)
-    angle = torch.arange(L)[:, None] * 1e4 ** (-torch.arange(0, D // H, 2) / (D // H))
-    cos, sin = (torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin()))
-
-    def turned(x):
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat([-b, a], -1) * sin
-
-    x = embeds_LD
-    for i in range(layers):
-        w = {n.split(f"layers.{i}.")[1]: t for n, t in weights.items() if f"llm.model.layers.{i}." in n}
-        h = rms(x, w["input_layernorm.weight"], eps)
-        q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).view(L, H, D // H) for n in "qkv")
-        scores = torch.einsum("qhk,shk->hqs", turned(q), turned(k)) / math.sqrt(D // H)
-        scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), -math.inf)
-        attended = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v).reshape(L, D)
-        x = x + scale * (attended @ w["self_attn.o_proj.weight"].T)
-        h = rms(x, w["post_attention_layernorm.weight"], eps)
-        h = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-        x = x + scale * (h @ w["mlp.down_proj.weight"].T)
-    x = rms(x, weights["llm.model.norm.weight"], eps)
-    return (x / (D / config["dim_model_base"])) @ weights["llm.lm_head.weight"].T
-
-
 @cache
 def text_oracle(name: str):
     """(embed ids, logits of embeddings) from the weights by name; of Step3-VL, which nothing else
@@ -252,14 +215,11 @@ def text_oracle(name: str):
         model = Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
     else:
         version = name.split()[1]
-        weights = minicpmv.random_weights(version)
-        config = minicpmv.minicpmv_config(version)
-        if version == "2.0":
-            table = config["scale_emb"] * weights["llm.model.embed_tokens.weight"]
-            return lambda ids: table[ids], lambda embeds: minicpm_logits(weights, config, embeds)
+        weights = {name: w for name, w in minicpmv.random_weights(version).items() if name.startswith("llm.")}
         model = minicpmv.TEXT_CLASSES[version][1](minicpmv.text_config(version)).eval()
-        model.load_state_dict({n.removeprefix("llm."): t for n, t in weights.items() if n.startswith("llm.")})
-    return model.get_input_embeddings(), lambda embeds: model(inputs_embeds=embeds[None]).logits[0]
+        model.load_state_dict({name.removeprefix("llm."): w for name, w in weights.items()})
+    scale, table = 3 if name == "MiniCPM-V 2.0" else 1, model.get_input_embeddings()
+    return lambda ids: scale * table(ids), lambda embeds: model(inputs_embeds=embeds[None]).logits[0]
 
 
 def minicpmv_prompt(version: str, parts: list[str]) -> list[int]:

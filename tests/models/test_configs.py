@@ -9,7 +9,18 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from random_models import NEEDS_5_23
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 import refvl
 from refvl.paths import DATA
@@ -188,7 +199,7 @@ def test_step3_vl_10b_is_transformers_tower_and_qwen3():
         assert count(theirs.vision_model) + count(theirs.multi_modal_projector) == tower
 
 
-@pytest.mark.skipif("step3p7" not in CONFIG_MAPPING, reason="this transformers has no Step-3.7")
+@NEEDS_5_23
 def test_step_3_7_flash_has_as_many_numbers_as_its_files():
     """Oracles: the number in the released GGUF files of the text model, and transformers' model of
     the same config."""
@@ -201,3 +212,44 @@ def test_step_3_7_flash_has_as_many_numbers_as_its_files():
     with torch.device("meta"):
         theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**read("Step-3.7-Flash")))
     assert count(theirs) == tower + text and tower == count(build("Step3-VL-10B").encoder)
+
+
+MINICPM = {  # the text model, what public reports count, and to which decimal place
+    "MiniCPM-V-2": (GraniteForCausalLM, 3.43e9, -7),
+    "MiniCPM-Llama3-V-2_5": (LlamaForCausalLM, 8.54e9, -7),
+    "MiniCPM-V-2_6": (Qwen2ForCausalLM, 8_099_175_152, 0),
+    "MiniCPM-V-4": (LlamaForCausalLM, 4.06e9, -7),
+    "MiniCPM-V-4_5": (Qwen3ForCausalLM, 8.70e9, -7),
+}
+
+
+@pytest.mark.parametrize("name", MINICPM)
+def test_minicpm_is_as_reported_and_its_text_model_is_transformers(name):
+    """Oracles: public counts; the text model's class that the release names, its parameters and shapes."""
+    vlm, (cls, total, place) = build(name), MINICPM[name]
+    tower, text = count(vlm.encoder), count(vlm.language_model)
+    assert round(tower + text, place) == total
+    assert readme_row(name).endswith(f"| {tower + text:,} | {tower:,} |")
+    with torch.device("meta"):
+        expected = cls(vlm.config.get_text_config())
+    assert type(vlm.language_model.model) is type(expected.model)
+    shapes = [{n: p.shape for n, p in model.named_parameters()} for model in (vlm.language_model, expected)]
+    assert shapes[0] == shapes[1]
+
+
+@NEEDS_5_23
+@pytest.mark.parametrize(
+    ("name", "total"), [("MiniCPM-V-4_6", 1_300_428_016), ("MiniCPM-V-4.7-35B-A3B", 35_212_875_824)]
+)
+def test_folded_versions_have_the_reported_number_of_parameters(name, total):
+    """Oracles: the totals in public listings of the releases, and transformers' models.
+
+    The vocabulary of 4.7 is inferred: one token more or less changes the total by two rows of the
+    text model.
+    """
+    vlm = build(name)
+    tower, text = count(vlm.encoder), count(vlm.language_model)
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(CONFIGS / f"{name}.json"))
+    assert tower + text == count(theirs) == total
+    assert readme_row(name).endswith(f"| {tower + text:,} | {tower:,} |")
