@@ -4,7 +4,8 @@ watch.py         attention weights and hidden states of a run: `trace(..., atten
 report.py        the table that a trace prints
 comparison.py    where two runs first differ: `refvl.compare`; recording.py records a run of transformers for it
 boxes.py         boxes in answers, in pixels of the image
-costs.py         the costs of a model, computed before it is loaded; arithmetic.py counts its operations
+costs.py         the costs of a model, computed before it is loaded
+follow.py        the functions that a request calls, in call order; source.py parses their files
 shallow.py       a random checkpoint with the widths of a release and few layers
 stale.py         the result of a graph replay if one buffer is not refilled
 releases.py      positions as released software computes them

@@ -64,11 +64,10 @@ def plan_media(vlm: Any, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     """
     if pruning_rate > 0:
         vlm.family.require("pruning")
+    frames, height, width = _shape(medium)
+    kind, size = "image", f"{width} x {height} px"
     if isinstance(medium, Video):
-        frames, height, width = medium.frames.shape[:3]
-        kind, size = "video", f"{frames} frames of {width} x {height} px"
-    else:
-        kind, size = "image", f"{medium.width} x {medium.height} px"
+        kind, size = "video", f"{frames} frames of {size}"
     layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
     becomes = describe_layout(vlm.processor, medium, layout, tokens)
@@ -78,16 +77,21 @@ def plan_media(vlm: Any, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 
 
+def _shape(medium) -> tuple[int, int, int]:
+    """Return (frames, height, width) of a decoded item; an image is one frame."""
+    return medium.frames.shape[:3] if isinstance(medium, Video) else (1, medium.height, medium.width)
+
+
 def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
     """Describe the preprocessing of a decoded item, step by step."""
     config = processor.image_config
     if isinstance(config, PatchConfig):
-        is_video, (t, h, w) = isinstance(medium, Video), layout
-        config = processor.video_config if is_video else config
-        frames, height, width = medium.frames.shape[:3] if is_video else (1, medium.height, medium.width)
+        (frames, height, width), (t, h, w) = _shape(medium), layout
+        each = steps = ""
+        if isinstance(medium, Video):
+            config, each, steps = processor.video_config, " a frame", f"{t} x "
         least, most = config.frame_floor(frames), config.frame_budget(frames)
         limit = f"at least {least:,} px" if height * width < least else f"at most {most:,} px"
-        each, steps = (" a frame", f"{t} x ") if is_video else ("", "")
         size = f"{w * config.patch_size} x {h * config.patch_size} px"
         return f"{limit}{each} -> {size} -> {steps}{w} x {h} patches"
     if isinstance(config, CropConfig):
@@ -118,10 +122,8 @@ def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig,
     GLM shrinks the frames of longer videos, so if its largest video fits, every video fits, and `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
-    frames = 0
-    while frames < limit and count_tokens(*size, config, frames + 1) <= max_tokens:
-        frames += 1
-    return frames
+    too_many = (frames for frames in range(limit) if count_tokens(*size, config, frames + 1) > max_tokens)
+    return next(too_many, limit)
 
 
 def _tensor_bytes(weight: Tensor) -> int:
@@ -134,16 +136,19 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
     """Return the bytes of all weights in a checkpoint's files except the vision tower's, read from the headers."""
-    places = {name: header.data_offsets for name, header in weight_headers(folder).items()}
-    return sum(end - begin for name, (begin, end) in places.items() if not re.match(vision_prefix, name))
+    text = [header for name, header in weight_headers(folder).items() if not re.match(vision_prefix, name)]
+    return sum(header.data_offsets[1] - header.data_offsets[0] for header in text)
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` covers linear attention."""
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)
-    return 2 * layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
+    return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
+
+
+def _head_dim(text_config) -> int:
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
 
 
 def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
@@ -189,12 +194,12 @@ def encoder_operations(encoder: Any, layouts: list) -> int:
     return counter.get_total_flops()
 
 
-def prefill_operations(language_model: Any, tokens: int, cached: int = 0) -> int:
-    """Count the operations of a text model's layers: each weight once per token, and attention over all pairs.
+def prefill_operations(language_model: Any, tokens: int) -> int:
+    """Count the operations of a text model's layers: each weight once per token, and all pairs.
 
-    tokens: the length of the prompt. cached: how many of the first tokens are cached and not run again. For each token,
-    only the experts that it uses are counted. Pairs hidden by the causal mask are also counted, as in torch's counter.
-    The head, which runs for one token, is not counted.
+    tokens: the length of the prompt. For each token, only the experts that it uses are counted.
+    Pairs hidden by the causal mask are also counted, as in torch's counter. The head, which runs
+    for one token, is not counted.
     """
     from refvl.language.step3_vl import Step3TextMoE  # here, because figures use this file without transformers
 
@@ -205,9 +210,8 @@ def prefill_operations(language_model: Any, tokens: int, cached: int = 0) -> int
         weights += experts * getattr(text, visited) // getattr(text, of_all)
         by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # they sum the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pairs = 4 * (tokens - cached) * tokens * text.num_attention_heads * head_dim * text.num_hidden_layers
-    return 2 * (tokens - cached) * weights + pairs
+    width = text.num_attention_heads * _head_dim(text)
+    return 2 * tokens * weights + 4 * tokens**2 * width * text.num_hidden_layers
 
 
 def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:

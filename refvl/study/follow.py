@@ -235,16 +235,12 @@ def record(call: Callable[[], Any], folder: Path = LIBRARY, text: Any = None) ->
 
 def measure(functions: Sequence[Function]) -> Numbers:
     """Return the size of a call's code path: see `Numbers`."""
-    files = dict.fromkeys(function.path for function in functions)
-    lines = checks = whole = 0
-    for path in files:
-        parsed = source_of(path)
-        code = set[int]().union(*(parsed.code_of(f.first) for f in functions if f.path == path))
-        lines += len(code)
-        checks += len(code & parsed.checks)
-        whole += len(parsed.code)
+    files = {function.path for function in functions}
+    lines = {(f.path, line) for f in functions for line in f.source.code_of(f.first)}
+    checks = sum(line in source_of(path).checks for path, line in lines)
+    whole = sum(len(source_of(path).code) for path in files)
     changes = sum(one.file != other.file for one, other in pairwise(functions))
-    return Numbers(len(functions), changes, len(files), lines, checks, whole)
+    return Numbers(len(functions), changes, len(files), len(lines), checks, whole)
 
 
 def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:

@@ -97,8 +97,7 @@ def _fitting(name: str, made: Any, changed: Any) -> Any:
         return replace(made, rows=_fitting(name, made.pixel_values, changed))
     if isinstance(made, Tensor):
         if changed.shape != made.shape:
-            raise ValueError(
-                f"replace[{name!r}]: expected a tensor of shape {tuple(made.shape)}, got {tuple(changed.shape)}"
-            )
+            shape = f"a tensor of shape {tuple(made.shape)}"
+            raise ValueError(f"replace[{name!r}]: expected {shape}, got {tuple(changed.shape)}")
         return changed.to(made.device, changed.dtype if name == "positions" else made.dtype)
     return changed

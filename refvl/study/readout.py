@@ -8,6 +8,7 @@ Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ def margins(logits: Tensor) -> Tensor:
     return best - second
 
 
-class Readout:
-    """Hooks on a text model while it answers one prompt; `remove` removes them.
+class Readout(ExitStack):
+    """Hooks on a text model while it answers one prompt; `close`, or the end of a `with`, removes them.
 
     Rows are numbered by the tokens that the model has read, so chunks do not affect the numbers.
     The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
@@ -33,18 +34,14 @@ class Readout:
 
         layers: its layers. length: L, the number of prompt tokens.
         """
+        super().__init__()
         self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
         self.states, self.first, self.by_row = list[Tensor](), list[Tensor](), dict[int, Tensor]()
-        self.hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end),
-            layers[0].register_forward_pre_hook(self._enter, with_kwargs=True),
-            *(layer.register_forward_hook(lambda _, __, output: self._keep(output)) for layer in layers),
-        ]
-
-    def remove(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        self.enter_context(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self.enter_context(model.register_forward_hook(self._end))
+        self.enter_context(layers[0].register_forward_pre_hook(self._enter, with_kwargs=True))
+        for layer in layers:
+            self.enter_context(layer.register_forward_hook(lambda _, __, output: self._keep(output)))
 
     @property
     def last_states(self) -> Tensor | None:

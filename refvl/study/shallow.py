@@ -56,9 +56,8 @@ def _make_shallow(config: PretrainedConfig, depth: int) -> None:
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []
     if depth < max(1, len(features)):
-        raise ValueError(
-            f"depth: expected at least {max(1, len(features))} layers for {config.model_type}, got {depth}"
-        )
+        least = f"at least {max(1, len(features))} layers for {config.model_type}"
+        raise ValueError(f"depth: expected {least}, got {depth}")
     if features:
         vision.deepstack_visual_indexes = list(range(len(features)))
     if getattr(vision, "fullatt_block_indexes", None):

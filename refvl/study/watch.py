@@ -18,7 +18,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -171,12 +171,11 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
     layers = {"prefill": model.language_model.model.layers if with_prefill else ()}
     if model.graphs is None and not model.encoder.is_compiled:
         layers["encode"] = model.encoder.blocks
-    handles = [layer.register_forward_hook(partial(keep, stage)) for stage in layers for layer in layers[stage]]
-    try:
+    with ExitStack() as hooks:
+        for stage in layers:
+            for layer in layers[stage]:
+                hooks.enter_context(layer.register_forward_hook(partial(keep, stage)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
@@ -187,10 +186,8 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
         "merge": [] if trace.inputs_embeds is None else [trace.inputs_embeds],
         "prefill": found["prefill"],
     }
-    for stage, tensors in made.items():
-        tensors = [x for x in tensors if x.numel()]
-        if not tensors:
-            continue
+    filled = {stage: [x for x in tensors if x.numel()] for stage, tensors in made.items()}
+    for stage, tensors in ((stage, tensors) for stage, tensors in filled.items() if tensors):
         largest = torch.tensor([float(max_norm(x)) for x in tensors]).amax().item()
         trace.largest[stage] = largest
         if any(x.dtype == torch.float16 for x in tensors) and not largest < FLOAT16_LIMIT / 2:
@@ -242,11 +239,8 @@ def trace(
         else:
             run, options = read_in_chunks(model, prefill_chunk, request, options)
         text = model.language_model
-        readout = Readout(text, text.model.layers, len(run.input_ids))
-        try:
+        with Readout(text, text.model.layers, len(run.input_ids)) as readout:
             output = answer(run, max_new_tokens, **options)
-        finally:
-            readout.remove()
     run.first_logits, run.last_states = readout.first_logits, readout.last_states
     run.margins = readout.margins(len(run.token_ids))
     keep_largest(run, largest)
