@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.viz.style import HIGHLIGHT, image_axes
+from refvl.viz.style import HIGHLIGHT, centered, image_axes
 
 _OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map instead would hide the image
 
@@ -34,7 +34,7 @@ def plot_attention(
     ax.imshow(veil, extent=(0, columns, rows, 0), interpolation="nearest")
     if max(rows, columns) <= 8:
         for (row, column), weight in np.ndenumerate(weights):
-            ax.text(column + 0.5, row + 0.5, f"{weight:.0%}", ha="center", va="center", fontsize=9,
+            centered(ax, column + 0.5, row + 0.5, f"{weight:.0%}", fontsize=9,
                     bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1})  # fmt: skip
     _mark(ax, segments_HW, patch)
     return ax

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from matplotlib.axes import Axes
 
-from refvl.viz.style import STAGE_COLORS, UNUSED, ink_on
+from refvl.viz.style import STAGE_COLORS, UNUSED, centered, ink_on
 
 
 def item_bars(
@@ -18,7 +18,7 @@ def item_bars(
         ax.barh(row, sizes[i], left=left, color=colors[i], edgecolor="white", height=0.7)
         if sizes[i] >= 0.02 * widest:
             ink = ink_on(colors[i])
-            ax.text(left + sizes[i] / 2, row, str(i), color=ink, size=8, ha="center", va="center")
+            centered(ax, left + sizes[i] / 2, row, str(i), color=ink, size=8)
         left += sizes[i]
     if end is not None:
         ax.barh(row, end - left, left=left, height=0.7, **UNUSED)

@@ -19,26 +19,42 @@ explore_timeline    the timelines of all variants for many durations and frame r
 explore_slices      slices and crops of one photo at any size, and what the queries read from them
 explore_crops       slices and crops without a model
 
-Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an explorer. Each function
-here imports its explorer when it is called, because explorers need anywidget and figures do not.
+Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an explorer.
+`refvl.viz` imports this file on first use, because explorers need anywidget and figures do not.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from refvl.checks import Grid
+from refvl.encoders import Qwen2_5_VisionConfig
+from refvl.families import load_processor, read_config
+from refvl.model import VLM
 from refvl.paths import DATA, check_clone
 from refvl.pixels.crops import RELEASED, CropConfig
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.positions.timestamps import VARIANTS
-
-if TYPE_CHECKING:
-    from refvl.model import VLM
-    from refvl.viz.explorers.base import Explorer
+from refvl.viz.explorers.assignment import AssignmentExplorer
+from refvl.viz.explorers.attention import AttentionExplorer
+from refvl.viz.explorers.base import Explorer
+from refvl.viz.explorers.costs import CostsExplorer
+from refvl.viz.explorers.deepstack import DeepstackExplorer
+from refvl.viz.explorers.evs import EvsExplorer, clip_asked, clip_of_embeddings
+from refvl.viz.explorers.families import FamiliesExplorer
+from refvl.viz.explorers.graph import GraphExplorer
+from refvl.viz.explorers.launches import LaunchesExplorer
+from refvl.viz.explorers.mrope import MropeExplorer
+from refvl.viz.explorers.packing import PackingExplorer
+from refvl.viz.explorers.positions import PositionsExplorer
+from refvl.viz.explorers.rules import PositionRulesExplorer
+from refvl.viz.explorers.slices import SlicesExplorer
+from refvl.viz.explorers.timeline import TimelineExplorer
+from refvl.viz.explorers.tower import TowerExplorer
+from refvl.viz.explorers.windows import WindowsExplorer
 
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
 SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}  # with M-RoPE
@@ -46,45 +62,39 @@ SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.
 
 def explore_windows(
     image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224, 448)
-) -> "Explorer":
+) -> Explorer:
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
     image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
     tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. If it is empty, only
     patches and merge blocks are shown.
     """
-    from refvl.viz.explorers.windows import WindowsExplorer
-
     images = image if isinstance(image, Mapping) else {"photo": image}
     return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)
 
 
-def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "Explorer":
+def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> Explorer:
     """Explore the resized image, its patches and its merge blocks by pixel budget, in merged tokens."""
     return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
-def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
+def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore the attention of an answer by token, layer and head, and of each patch by block and head. Needs
     anywidget.
 
     model: a model of the Qwen or GLM families. questions: name -> (prompt, image).
     """
-    from refvl.viz.explorers.attention import AttentionExplorer
-
     return AttentionExplorer(model, questions)
 
 
-def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
+def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore one patch from its pixels through every block to its token. Arguments as in `explore_attention`."""
-    from refvl.viz.explorers.tower import TowerExplorer
-
     return TowerExplorer(model, questions)
 
 
 def explore_positions(
     second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None
-) -> "Explorer":
+) -> Explorer:
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token.
 
     It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide.
@@ -92,9 +102,6 @@ def explore_positions(
     Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
     FileNotFoundError if the shipped data is not installed.
     """
-    from refvl.families import load_processor, read_config
-    from refvl.viz.explorers.positions import PositionsExplorer
-
     check_clone("explore_positions")
     if processors is None:
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
@@ -102,91 +109,73 @@ def explore_positions(
     return PositionsExplorer(processors, PHOTO, CLIP, second_per_grid=second_per_grid, side=side)
 
 
-def explore_position_rules() -> "Explorer":
+def explore_position_rules() -> Explorer:
     """Explore one sliced image and one video under four position rules: those of three models, and
     that of text.
 
     Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
     """
-    from refvl.viz.explorers.rules import PositionRulesExplorer
-
     check_clone("explore_position_rules")
     return PositionRulesExplorer(PHOTO, CLIP)
 
 
-def explore_mrope() -> "Explorer":
+def explore_mrope() -> Explorer:
     """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it, and their score.
 
     Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs anywidget.
     """
-    from refvl.viz.explorers.mrope import MropeExplorer
-
     return MropeExplorer()
 
 
-def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "Explorer":
+def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> Explorer:
     """Explore the tokens that are kept, and their positions, by pruning rate, starting at q. Needs anywidget.
 
     frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
     """
-    from refvl.viz.explorers.evs import EvsExplorer, clip_of_embeddings
-
     return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
 
 
-def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "Explorer":
+def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> Explorer:
     """Explore the answers to questions about videos, name -> (prompt, video), at every pruning rate."""
-    from refvl.viz.explorers.evs import EvsExplorer, clip_asked
-
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
 
 
-def explore_graph(model: "VLM", before, image, question: str) -> "Explorer":
+def explore_graph(model: VLM, before, image, question: str) -> Explorer:
     """Explore the recording of a Qwen2.5-VL tower, operation by operation, with a buffer that is not refilled.
 
     before, image: anything `load_image` accepts, replayed one after the other; if their shapes are equal, only pixels
     can be stale. question: about `image`; the model answers it with the embeddings of every stale replay. Needs
     anywidget.
     """
-    from refvl.viz.explorers.graph import GraphExplorer
-
     return GraphExplorer(model, before, image, question)
 
 
-def explore_launches() -> "Explorer":
+def explore_launches() -> Explorer:
     """Explore when a host launches operations and when a device runs them, eagerly and in a replay. Needs anywidget.
 
     Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing is measured.
     """
-    from refvl.viz.explorers.launches import LaunchesExplorer
-
     return LaunchesExplorer()
 
 
 def explore_packing(
     arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
-) -> "Explorer":
+) -> Explorer:
     """Explore how arriving images share replays, for every number of captured graphs and both policies.
 
     arrivals: output tokens of the images in order of arrival, or several such patterns by name. budgets, max_items: as
     in `plan_batches`; the largest one, two, ... of the budgets are captured. Needs anywidget.
     """
-    from refvl.viz.explorers.packing import PackingExplorer
-
     arrivals = arrivals if isinstance(arrivals, Mapping) else {"as given": arrivals}
     return PackingExplorer(arrivals, budgets, max_items=max_items)
 
 
-def explore_assignment(
-    sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"
-) -> "Explorer":
+def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches") -> Explorer:
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
     sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number of ranks. Needs anywidget.
     Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
-    from refvl.viz.explorers.assignment import AssignmentExplorer
-
     if not sizes:
         raise ValueError("sizes: expected at least one, got none")
     if not 1 <= ranks <= max_ranks:
@@ -194,55 +183,45 @@ def explore_assignment(
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
 
 
-def explore_costs() -> "Explorer":
+def explore_costs() -> Explorer:
     """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of
     full-attention blocks.
 
     Sizes are those of the released 7B model. Needs anywidget. Raises FileNotFoundError if the
     shipped data is not installed.
     """
-    from refvl.encoders import Qwen2_5_VisionConfig
-    from refvl.families import read_config
-    from refvl.viz.explorers.costs import CostsExplorer
-
     check_clone("explore_costs")
     config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
     return CostsExplorer(PHOTO, config)
 
 
-def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "Explorer":
+def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
 
     model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
     Raises ValueError for a model without such features.
     """
-    from refvl.viz.explorers.deepstack import DeepstackExplorer
-
     if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
         got = f"{model.family.name}; load a Qwen3-VL, for example tiny-qwen3_vl"
         raise ValueError(f"model: expected a tower with DeepStack features, got {got}")
     return DeepstackExplorer(model, questions)
 
 
-def explore_families(counted: Mapping) -> "Explorer":
+def explore_families(counted: Mapping) -> Explorer:
     """Explore tokens, positions, memory and time of one image or video in every family, by size. Needs anywidget.
 
     counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are computed from its
     operations at a device's peak.
     """
-    from refvl.viz.explorers.families import FamiliesExplorer
-
     return FamiliesExplorer(counted)
 
 
-def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "Explorer":
+def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> Explorer:
     """Explore a video's length and frame rate: which frames each variant samples, and the timestamp for every two.
 
     duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the variant whose first
     step is selected. Needs anywidget. Raises ValueError for an unknown variant.
     """
-    from refvl.viz.explorers.timeline import TimelineExplorer
-
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
     return TimelineExplorer(duration, fps, variant)
@@ -253,20 +232,18 @@ def explore_slices(
     config: SliceConfig,
     *,
     crops: CropConfig = RELEASED,
-    model: "VLM | None" = None,
+    model: VLM | None = None,
     question: str = "What is in the picture?",
-) -> "Explorer":
+) -> Explorer:
     """Explore how MiniCPM-V and Step3-VL cut one photo, at every size at which one of them cuts it differently.
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
     small MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its
     queries read from every slice, and its answer to `question`. Needs anywidget.
     """
-    from refvl.viz.explorers.slices import SlicesExplorer
-
     return SlicesExplorer(image, config, crops, model, question)
 
 
-def explore_crops(image, config: CropConfig = RELEASED) -> "Explorer":
+def explore_crops(image, config: CropConfig = RELEASED) -> Explorer:
     """Explore how Step3-VL and, with its released sizes, MiniCPM-V cut one photo: `explore_slices` without a model."""
     return explore_slices(image, SliceConfig(), crops=config)

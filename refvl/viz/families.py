@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 
 from refvl.viz.bars import stage_bars
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on
+from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, centered, ink_on
 
 if TYPE_CHECKING:
     from refvl.study.costs import MediaPlan
@@ -120,7 +120,7 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
         color = colors(share)
         frame = {"edgecolor": THEMES["light"]["highlight"], "linewidth": 2, "zorder": 2} if row["needed"] else {}
         ax.add_patch(Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, **{"facecolor": color, "linewidth": 0} | frame))
-        ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink_on(color), zorder=3)
+        centered(ax, x, y, f"{share:.0%}", fontsize=8, color=ink_on(color), zorder=3)
     ax.set_xticks(range(len(kinds)), [f"{kind}\n(chance {chance:.0%})" for kind, chance in kinds.items()], fontsize=8)
     ax.set_yticks(range(len(lines)), [line or "unchanged" for line in lines], fontsize=8)
     ax.set(xlim=(-0.5, len(kinds) - 0.5), ylim=(len(lines) - 0.5, -0.5), title=f"{rows[0]['model']}, correct answers")

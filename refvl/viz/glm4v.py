@@ -20,7 +20,7 @@ from refvl.checks import check_shape
 from refvl.positions import interpolate_position_table, merge_block_coordinates
 from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, headed, image_axes
+from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, centered, headed, image_axes
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
@@ -176,4 +176,4 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
 
 def _box(ax: Axes, x: float, y: float, color: str, text: str = "") -> None:
     ax.add_patch(Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="none"))
-    ax.text(x + 0.45, y + 0.47, text, ha="center", va="center", fontsize=8)
+    centered(ax, x + 0.45, y + 0.47, text, fontsize=8)

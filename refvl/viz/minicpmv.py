@@ -20,7 +20,7 @@ from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
 from refvl.positions import MediaSpan
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, centered, image_axes
 
 _PREVIEW = 480  # pixels per side, enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
@@ -70,7 +70,7 @@ def preview(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def number_piece(ax: Axes, x: float, y: float, number: int) -> None:
     """Write the number of a slice or crop in a dark circle around (x, y)."""
-    ax.text(x, y, str(number), size=11, color="white", weight="bold", ha="center", va="center", bbox=_NUMBER)
+    centered(ax, x, y, str(number), size=11, color="white", weight="bold", bbox=_NUMBER)
 
 
 def plot_query_attention(

@@ -15,7 +15,7 @@ from refvl.pixels.by_hand import unpatchify
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
-from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, axes_or_new, centered, image_axes
 
 MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # font sizes in points; numbers smaller than the first are left out
 
@@ -74,7 +74,7 @@ def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None
     outline = [patheffects.withStroke(linewidth=1.5, foreground="black")]
     for number, (row, column) in places.items():
         x, y = (column + 0.5) * step, (row + 0.5) * step
-        ax.text(x, y, str(number), size=size, color="white", ha="center", va="center", path_effects=outline)
+        centered(ax, x, y, str(number), size=size, color="white", path_effects=outline)
 
 
 def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConfig) -> None:

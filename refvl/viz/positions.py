@@ -20,7 +20,7 @@ from torch import Tensor
 
 from refvl.checks import check_shape
 from refvl.positions import MediaSpan, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new, headed
+from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new, centered, headed
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}
 _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # if the axes agree, the thinner line is on top
@@ -165,7 +165,7 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
 
 def _write_values(ax: Axes, values: np.ndarray) -> None:
     for (row, column), value in np.ndenumerate(values):
-        ax.text(column, row, str(value), ha="center", va="center", fontsize=7, color="#1c1c1c")
+        centered(ax, column, row, str(value), fontsize=7, color="#1c1c1c")
 
 
 def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes | None = None) -> Axes:
@@ -205,7 +205,7 @@ def plot_place_answers(
     for (row, column), count in np.ndenumerate(counts):
         if count:
             color = "white" if count > 0.5 * counts[row].sum() else "black"
-            ax.text(column, row, str(count), ha="center", va="center", fontsize=8, color=color)
+            centered(ax, column, row, str(count), fontsize=8, color=color)
     ax.set(yticks=range(len(places)), xlabel="answer", ylabel="true place")
     ax.set_yticks(range(len(places)), places, fontsize=8)
     ax.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)

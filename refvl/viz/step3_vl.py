@@ -19,7 +19,7 @@ from refvl.pixels.media import load_image
 from refvl.viz.bars import item_bars, outline_bar
 from refvl.viz.minicpmv import number_piece, preview
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, headed, image_axes, ink_on
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, centered, headed, image_axes, ink_on
 from refvl.viz.windows import sequence_colors
 
 RATIOS = ((1, 1), (4, 3), (16, 9), (5, 1))  # width : height
@@ -79,13 +79,13 @@ def plot_crop_prompt(
     total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
     for i, ends_row in enumerate(layout.newline_mask):
         ax.barh(0, crop_tokens + 2, left=left, color=colors[i], edgecolor="white")
-        ax.text(left + crop_tokens / 2 + 1, 0, str(i), color=ink_on(colors[i]), ha="center", va="center", size=8)
+        centered(ax, left + crop_tokens / 2 + 1, 0, str(i), color=ink_on(colors[i]), size=8)
         left += crop_tokens + 2
         if ends_row:
             ax.plot([left + 0.5] * 2, [-0.55, 0.55], color=HIGHLIGHT, lw=2.5)
             left += 1
     ax.barh(0, image_tokens + 2, left=left, color=TOKEN_COLORS["image"], edgecolor="white")
-    ax.text(left + image_tokens / 2 + 1, 0, "overview", color="white", ha="center", va="center", size=9)
+    centered(ax, left + image_tokens / 2 + 1, 0, "overview", color="white", size=9)
     title = f"{layout.rows} x {layout.columns} crops: {_token_sum(layout, crop_tokens, image_tokens)}"
     ax.set(xlim=(0, total), yticks=[], xlabel="position in the prompt (orange: newline token)")
     ax.set_title(title, size=10)

@@ -126,6 +126,11 @@ def headed(title: str, report: str) -> str:
     return f"{title}: {report}" if title else report
 
 
+def centered(ax: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Write a text around (x, y)."""
+    ax.text(x, y, text, ha="center", va="center", **style)
+
+
 def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5, 5)) -> Axes:
     """Return axes for an image in pixels: equal scale, no ticks, a title."""
     ax = axes_or_new(ax, figsize=figsize)

@@ -13,7 +13,7 @@ from refvl.checks import check_shape
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import get_window_index, invert_permutation
 from refvl.viz.patches import draw_grid, show_resized, write_numbers
-from refvl.viz.style import PRUNED, SEQUENCE_CMAP, SEQUENCE_RANGES, axes_or_new
+from refvl.viz.style import PRUNED, SEQUENCE_CMAP, SEQUENCE_RANGES, axes_or_new, centered
 
 
 def plot_windows(
@@ -40,7 +40,7 @@ def plot_windows(
     centers = _outline_windows(ax, window_M.view(shape), config.factor)
     if numbers == "windows":
         for window, (x, y) in enumerate(centers):
-            ax.text(x, y, str(window), size=10, color="white", weight="bold", ha="center", va="center")
+            centered(ax, x, y, str(window), size=10, color="white", weight="bold")
     else:
         places = [divmod(token, shape[1]) for token in index_M.tolist()]
         write_numbers(ax, dict(enumerate(places)), config.factor)
@@ -86,7 +86,7 @@ def plot_window_permutation(
     for place, (token, color) in enumerate(zip(window_index.tolist(), in_window_order, strict=True)):
         for x, y in ((token, 1), (place, 0)):
             ax.add_patch(Rectangle((x - 0.5, y - 0.13), 1, 0.26, facecolor=color, edgecolor="white"))
-            ax.text(x, y, str(token), size=7, color="white", ha="center", va="center")
+            centered(ax, x, y, str(token), size=7, color="white")
     arrows = [[(token, 0.87), (place, 0.13)] for place, token in enumerate(window_index.tolist())]
     ax.add_collection(LineCollection(arrows, colors=in_window_order, linewidth=1.2))
     borders = cu_window_seqlens / block - 0.5

@@ -23,7 +23,7 @@ Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` 
    list the valid ones: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers only the options that exist
    for the current options of the controls before it. An explorer that is too large for one dict per state overrides
    `row(index)` and draws from `shared`. `fill` replaces the table later. The public function is `explore_NAME(...)` in
-   `refvl/viz/explore.py`, which imports the class when it is called, so `refvl.viz` itself does not need anywidget.
+   `refvl/viz/explore.py`, which `refvl.viz` imports on first use, so figures do not need anywidget.
 
 2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the helpers.
 

@@ -55,11 +55,8 @@ class PackingExplorer(Explorer):
             Control("arrived", "images so far", range(1, most + 1), kind="player", plays="add images"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]
-        shared = {
-            "most": most,
-            "largest": [max(tokens) for tokens in self.arrivals.values()],
-            "widest": self.budgets[-1],
-        }
+        largest = [max(tokens) for tokens in self.arrivals.values()]
+        shared = {"most": most, "largest": largest, "widest": self.budgets[-1]}
         super().__init__(controls, rows, shared=shared, start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:

@@ -37,10 +37,7 @@ class TowerExplorer(WatchedExplorer):
                 Control("picture", "image", list(questions), kind="menu"),
                 Control("stage", "after", stages),
             ],
-            "shared": {
-                "pictures": [self._shown(w) for w in watched],
-                "merge": watched[0].merge,
-            },
+            "shared": {"pictures": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "start": (next(iter(questions)), stages[len(stages) // 2]),
         }
 
