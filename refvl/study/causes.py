@@ -1,11 +1,13 @@
-"""Causes of a first difference that a recomputation proves: the stage runs again, with one thing changed.
+"""Causes of a first difference that a recomputation proves: the stage runs again,
+with one thing changed.
 
     resize       another filter of Pillow, or torchvision's bicubic          needs the image: one run is a `Trace`
     tower        a window order that was not undone; rows and columns exchanged
     positions    axes exchanged; the rules of other releases (`refvl.study.releases`)
     text model   axes exchanged; the theta of another release
 
-A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces the other.
+A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces
+the other.
 """
 
 import math
@@ -33,10 +35,11 @@ Made = Iterator[tuple[str, Tensor]]  # the stage as the model computes it, then 
 
 @torch.inference_mode()
 def proven_cause(name: str, model: Any, a: Any, b: Any, media: Sequence) -> str:
-    """Return the cause of the first difference, and the run that has it; "" if no recomputation proves one.
+    """Return the cause of the first difference, and the run that has it;
+    "" if no recomputation proves one.
 
-    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. media: the decoded images,
-    if they are known.
+    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. media:
+    the decoded images, if they are known.
     """
     stage, what = name.split("/", 1)
     runs = [run.tensors[name].float() for run in (a, b)]

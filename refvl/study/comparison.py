@@ -1,10 +1,12 @@
-"""A comparison of two runs, on disk or in memory: the first stage that differs, where, and by how much.
+"""A comparison of two runs, on disk or in memory: the first stage that differs, where,
+and by how much.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
     refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, and where
 
-A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's stages. Other software can
-write folders of the same form, with some or all stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
+A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's
+stages. Other software can write folders of the same form, with some or all stages
+(`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
 import json
@@ -35,8 +37,9 @@ GROWTH = 8  # a text model may amplify a difference between its inputs by this f
 class Stages:
     """The results of each stage of a run: tensors by "stage/what", in the order of the stages.
 
-    source: the software that produced the run. layouts: one per item: (t, h, w) in patches, or None if the layout is
-    not a grid. spans: the spans of the media in the prompt, if they are known and nothing was pruned.
+    source: the software that produced the run. layouts: one per item: (t, h, w) in patches, or None
+    if the layout is not a grid. spans: the spans of the media in the prompt, if they are known and
+    nothing was pruned.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +48,9 @@ class Stages:
     spans: list[MediaSpan] = field(default_factory=list)
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must be new or empty; raise FileExistsError for a file or a folder with files."""
+        """Write `folder`, which must be new or empty; raise FileExistsError for a file or a folder
+        with files.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -60,7 +65,8 @@ class Stages:
     def load(cls, folder: str | Path) -> "Stages":
         """Load a folder that `save` wrote.
 
-        Raises FileNotFoundError or ValueError, naming the file, if the folder has different contents.
+        Raises FileNotFoundError or ValueError, naming the file, if the folder has different
+        contents.
         """
         file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
         about = read_json(manifest)
@@ -74,7 +80,9 @@ class Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """One tensor compared in both runs: the largest difference and value, and the rows beyond tolerance."""
+    """One tensor compared in both runs: the largest difference and value,
+    and the rows beyond tolerance.
+    """
 
     name: str
     differs: bool
@@ -91,7 +99,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
-    """The comparison of two runs; `first` is the first tensor that differs, or None if they are equal."""
+    """The comparison of two runs; `first` is the first tensor that differs,
+    or None if they are equal.
+    """
 
     a: str
     b: str
@@ -121,13 +131,15 @@ class Comparison:
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
-    """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`, or a folder that either saved.
+    """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`,
+    or a folder that either saved.
 
-    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default, rtol is 1e-3 up to
-    the positions; in the text model it is the expected rounding error (see `rounding`). Integers and masks must be
-    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed but not compared.
-    model: the `VLM` of one of the runs, which recomputes the first stage that differs, to prove a cause
-    (`refvl.study.causes`). Raises TypeError or ValueError, naming the argument; the runs must share a stage.
+    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default,
+    rtol is 1e-3 up to the positions; in the text model it is the expected rounding error (see
+    `rounding`). Integers and masks must be equal, and nan and inf must be in the same places.
+    Stages that only one run recorded are listed but not compared. model: the `VLM` of one of the
+    runs, which recomputes the first stage that differs, to prove a cause (`refvl.study.causes`).
+    Raises TypeError or ValueError, naming the argument; the runs must share a stage.
     """
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
@@ -178,7 +190,9 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the allowed difference between values: a number, or a tensor (layers + 1, 1) for the states."""
+    """Return the allowed difference between values: a number,
+    or a tensor (layers + 1, 1) for the states.
+    """
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
@@ -191,13 +205,15 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 
 
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
-    """Return the share of the largest value that rounding explains after `layers` layers; None means after the head.
+    """Return the share of the largest value that rounding explains after `layers` layers;
+    None means after the head.
 
-    The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of
-    about 10^5 values determines it (`tests/closeness.py` derives the formula). The machine epsilon, eps, is that of the
-    coarser run. Float32 rounds every term of a layer's sums, which are about ten times as long as the model is wide. In
-    half precision, sums are computed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times
-    the difference of the inputs is added.
+    The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps /
+    2. The largest of about 10^5 values determines it (`tests/closeness.py` derives the formula).
+    The machine epsilon, eps, is that of the coarser run. Float32 rounds every term of a layer's
+    sums, which are about ten times as long as the model is wide. In half precision, sums are
+    computed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
+    difference of the inputs is added.
     """
     runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
     states = [x for x in runs if x.ndim == 2]
@@ -208,7 +224,9 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """Return the largest distance between two inputs of the text model, relative to the row's norm; 0 if unknown."""
+    """Return the largest distance between two inputs of the text model, relative to the row's norm;
+    0 if unknown.
+    """
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return 0.0
@@ -246,7 +264,9 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
 
 
 def _tie(row: int, ours: Stages, theirs: Stages) -> str:
-    """Describe how close the best two logits of a token are, beside the difference that rounding explains."""
+    """Describe how close the best two logits of a token are,
+    beside the difference that rounding explains.
+    """
     margins = [float(run.tensors[MARGINS][row]) for run in (ours, theirs) if row < len(run.tensors.get(MARGINS, ()))]
     if len(margins) < 2 or LOGITS not in theirs.tensors:
         return ""

@@ -46,7 +46,10 @@ class Blank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """The plan of an image or a video. The encoder reads `patches` rows; the language model reads `kept` tokens."""
+    """The plan of an image or a video.
+
+    The encoder reads `patches` rows; the language model reads `kept` tokens.
+    """
 
     kind: str
     size: str  # the size as decoded
@@ -110,24 +113,28 @@ def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count frames. If it were planned as a video of sixteen
-    frames, its area would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    The item is an image, not a video, because GLM's budgets count frames. If it were planned as a
+    video of sixteen frames, its area would be eight times too small. Upstream:
+    `get_image_size_with_most_features` (vLLM).
     """
     return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
-    """Return how many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
+    """Return how many frames of `size` (height, width) px a video may have before its tokens exceed
+    `max_tokens`.
 
-    GLM shrinks the frames of longer videos, so if its largest video fits, every video fits, and `limit` is returned.
-    Upstream: `_get_max_video_frames` (vLLM).
+    GLM shrinks the frames of longer videos, so if its largest video fits, every video fits, and
+    `limit` is returned. Upstream: `_get_max_video_frames` (vLLM).
     """
     too_many = (frames for frames in range(limit) if count_tokens(*size, config, frames + 1) > max_tokens)
     return next(too_many, limit)
 
 
 def _tensor_bytes(weight: Tensor) -> int:
-    """Return the memory of a parameter; for a quantised parameter, the memory of all its tensors."""
+    """Return the memory of a parameter; for a quantised parameter,
+    the memory of all its tensors.
+    """
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
     names, _ = weight.__tensor_flatten__()  # every quantised subclass defines this method
@@ -135,13 +142,17 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
-    """Return the bytes of all weights in a checkpoint's files except the vision tower's, read from the headers."""
+    """Return the bytes of all weights in a checkpoint's files except the vision tower's,
+    read from the headers.
+    """
     text = [header for name, header in weight_headers(folder).items() if not re.match(vision_prefix, name)]
     return sum(header.data_offsets[1] - header.data_offsets[0] for header in text)
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers; `linear_state_bytes` covers linear attention."""
+    """Return the bytes of one token's keys and values in all layers;
+    `linear_state_bytes` covers linear attention.
+    """
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)
     return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
@@ -166,10 +177,11 @@ def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """Estimate the bytes of the tower's peak, which it reaches in a block's MLP or when it rotates queries and keys.
+    """Estimate the bytes of the tower's peak, which it reaches in a block's MLP or when it rotates
+    queries and keys.
 
-    Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two float32 copies of
-    queries and keys, and a third copy with the halves of each head swapped.
+    Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two
+    float32 copies of queries and keys, and a third copy with the halves of each head swapped.
     """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -182,7 +194,8 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def encoder_operations(encoder: Any, layouts: list) -> int:
-    """Count one forward without padding; torch counts on a copy of the encoder that needs no memory.
+    """Count one forward without padding; torch counts on a copy of the encoder that needs no
+    memory.
 
     This takes seconds.
     """
@@ -215,10 +228,12 @@ def prefill_operations(language_model: Any, tokens: int) -> int:
 
 
 def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:
-    """Return the start and end of each operation on a device whose kernels one host launches, in microseconds.
+    """Return the start and end of each operation on a device whose kernels one host launches,
+    in microseconds.
 
-    Operations run in order, each one after its launch. device_us: the duration of each operation. launch_us: the host's
-    time per launch; launches follow each other without gaps. Nothing is measured.
+    Operations run in order, each one after its launch. device_us: the duration of each operation.
+    launch_us: the host's time per launch; launches follow each other without gaps. Nothing is
+    measured.
     """
     times, end = [], 0.0
     for number, duration in enumerate(device_us, 1):
@@ -233,13 +248,14 @@ def costs(
 ) -> dict[str, Any]:
     """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes.
 
-    `vlm` may be on "meta". Without a language model (`load(..., text=False)`), the context is None, and its weights and
-    cache take 0 bytes.
+    `vlm` may be on "meta". Without a language model (`load(..., text=False)`), the context is None,
+    and its weights and cache take 0 bytes.
 
-    media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in [0, 1). pruning: the
-    method. text_bytes: the bytes of the language model's weights, if `vlm` stores them in a different form from the
-    checkpoint (`stored_text_bytes`). An item's `activation_bytes` estimates the tower's peak while it encodes that item
-    alone; `memory_bytes` assumes that it encodes all items together.
+    media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in
+    [0, 1). pruning: the method. text_bytes: the bytes of the language model's weights, if `vlm`
+    stores them in a different form from the checkpoint (`stored_text_bytes`). An item's
+    `activation_bytes` estimates the tower's peak while it encodes that item alone; `memory_bytes`
+    assumes that it encodes all items together.
     """
     dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
@@ -334,9 +350,11 @@ def overview(vlm: Any) -> str:
 
 
 def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-    """Set new limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
+    """Set new limits for images and videos, like the keyword arguments of transformers'
+    `from_pretrained`.
 
-    Raises ValueError, naming the argument, for families without pixel limits, or for a minimum above the maximum.
+    Raises ValueError, naming the argument, for families without pixel limits, or for a minimum
+    above the maximum.
     """
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

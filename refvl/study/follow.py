@@ -47,7 +47,10 @@ SENTENCES = {
 
 
 class Numbers(NamedTuple):
-    """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
+    """The size of one answer's code path.
+
+    Code lines exclude blank lines, comments and docstrings.
+    """
 
     functions: int  # entered
     file_changes: int  # changes of file along the functions, in the order of first entry
@@ -89,7 +92,9 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Journey:
-    """One answer and the functions called for it, in the order of first entry; `trace` repeats the same request."""
+    """One answer and the functions called for it, in the order of first entry;
+    `trace` repeats the same request.
+    """
 
     question: str
     functions: list[Function]
@@ -100,16 +105,23 @@ class Journey:
 
     @property
     def stages(self) -> list[tuple[str, list[Function]]]:
-        """The functions of each stage. A stage that runs in several parts appears again if it enters new functions."""
+        """The functions of each stage.
+
+        A stage that runs in several parts appears again if it enters new functions.
+        """
         return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
 
     def number_of(self, place: tuple[str, int] | None) -> int | None:
-        """Return the index (from 0) of the innermost function around a (file, line), or None if there is none."""
+        """Return the index (from 0) of the innermost function around a (file, line),
+        or None if there is none.
+        """
         around = [i for i, f in enumerate(self.functions) if place and f.file == place[0] and place[1] in f.lines]
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
     def __str__(self) -> str:
-        """Return every function in call order; "|" marks executed lines, and lines that only check are folded."""
+        """Return every function in call order; "|" marks executed lines,
+        and lines that only check are folded.
+        """
         n = self.numbers
         made = shapes(self)
         text = [
@@ -135,9 +147,11 @@ class Journey:
 
 
 class Recorder:
-    """A trace function for `sys.settrace` that records the calls and lines in the files of a folder.
+    """A trace function for `sys.settrace` that records the calls and lines in the files of a
+    folder.
 
-    `stage`: the stage of the functions being entered; None: the next stage, which has not begun yet.
+    `stage`: the stage of the functions being entered; None: the next stage, which has not begun
+    yet.
     """
 
     def __init__(self, folder: Path):
@@ -167,7 +181,9 @@ class Recorder:
         return keep
 
     def _file(self, frame: FrameType) -> str:
-        """Return the frame's file as a path inside the folder; "" for other files and for this one."""
+        """Return the frame's file as a path inside the folder;
+        "" for other files and for this one.
+        """
         file = frame.f_code.co_filename
         return file.removeprefix(self.root) if file.startswith(self.root) and file != __file__ else ""
 
@@ -179,7 +195,9 @@ class Recorder:
         self.calls[key] += 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
-        """Return the nearest calling line in the folder; frames of other libraries may come in between."""
+        """Return the nearest calling line in the folder;
+        frames of other libraries may come in between.
+        """
         while frame is not None and not self._file(frame):
             frame = frame.f_back
         return frame and (self._file(frame), frame.f_lineno)
@@ -198,7 +216,10 @@ class Recorder:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
     def functions(self) -> list[Function]:
-        """Return the recorded functions. A function entered between two stages belongs to the second."""
+        """Return the recorded functions.
+
+        A function entered between two stages belongs to the second.
+        """
         stages = list(self.stages)
         following = self.stage or next(filter(None, reversed(stages)), ASK)
         for i in reversed(range(len(stages))):
@@ -216,10 +237,11 @@ STAGE: CodeType = unwrap(Trace.stage).__code__
 
 
 def record(call: Callable[[], Any], folder: Path = LIBRARY, text: Any = None) -> list[Function]:
-    """Return the functions in a folder's files that `call()` enters in this thread, in the order of first entry.
+    """Return the functions in a folder's files that `call()` enters in this thread,
+    in the order of first entry.
 
-    Lambdas and comprehensions do not count as functions; a class counts only if it defines `__init__`. text: the
-    language model that the call runs, whose forwards are the last stages.
+    Lambdas and comprehensions do not count as functions; a class counts only if it defines
+    `__init__`. text: the language model that the call runs, whose forwards are the last stages.
     """
     recorder = Recorder(folder)
     before = sys.gettrace()  # the trace function of a debugger or of coverage
@@ -244,7 +266,8 @@ def measure(functions: Sequence[Function]) -> Numbers:
 
 
 def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:
-    """Run the request three times: to warm up, to record the functions of `model.chat`, and with `model.trace`.
+    """Run the request three times: to warm up, to record the functions of `model.chat`,
+    and with `model.trace`.
 
     question, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
     `VLM.trace`.
@@ -282,7 +305,8 @@ def count_checks(function: Function, lines: range) -> str:
 
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
-    """Split a function, without its docstring, into parts in order: (False, one line) or (True, lines that only check).
+    """Split a function, without its docstring, into parts in order:
+    (False, one line) or (True, lines that only check).
 
     Comments and blank lines between two lines that only check belong to the same part.
     """

@@ -1,4 +1,5 @@
-"""`VLM.trace(..., replace={stage: f})` replaces the result of a stage with f(result), and the run continues with it.
+"""`VLM.trace(..., replace={stage: f})` replaces the result of a stage with f(result),
+and the run continues with it.
 
     stage            what f receives and returns
     patchify         list of `Patches`, one per item; f may return tensors (N, C) instead, as their rows
@@ -10,7 +11,8 @@
     position_table   the tower's learned position table, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
-The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no media cache.
+The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no
+media cache.
 """
 
 import copy
@@ -88,7 +90,9 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 
 
 def _fitting(name: str, made: Any, changed: Any) -> Any:
-    """Return `changed` on the device and in the dtype of `made`; raise ValueError for another length or shape."""
+    """Return `changed` on the device and in the dtype of `made`;
+    raise ValueError for another length or shape.
+    """
     if isinstance(made, list):
         if len(changed) != len(made):
             raise ValueError(f"replace[{name!r}]: expected {len(made)} items, got {len(changed)}")

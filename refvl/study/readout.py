@@ -1,4 +1,5 @@
-"""Data about an answer: the last prompt token's states, the first logits, and the margins of new tokens.
+"""Data about an answer: the last prompt token's states, the first logits,
+and the margins of new tokens.
 
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
     margins         the best logit minus the second best, for each new token
@@ -22,11 +23,12 @@ def margins(logits: Tensor) -> Tensor:
 
 
 class Readout(ExitStack):
-    """Hooks on a text model while it answers one prompt; `close`, or the end of a `with`, removes them.
+    """Hooks on a text model while it answers one prompt; `close`, or the end of a `with`,
+    removes them.
 
     Rows are numbered by the tokens that the model has read, so chunks do not affect the numbers.
-    The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only forwards of this thread are
-    recorded.
+    The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only
+    forwards of this thread are recorded.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
@@ -45,7 +47,8 @@ class Readout(ExitStack):
 
     @property
     def last_states(self) -> Tensor | None:
-        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer, without the final norm.
+        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer,
+        without the final norm.
 
         On the CPU.
         """
@@ -57,7 +60,9 @@ class Readout(ExitStack):
         return self.first[0].cpu() if self.first else None
 
     def margins(self, count: int) -> Tensor | None:
-        """Return the margins of `count` new tokens, (count,), or None if several sequences were decoded together."""
+        """Return the margins of `count` new tokens, (count,),
+        or None if several sequences were decoded together.
+        """
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 

@@ -1,8 +1,10 @@
-"""The stages of transformers' own model, recorded with hooks, so that `refvl.compare` can explain differences.
+"""The stages of transformers' own model, recorded with hooks,
+so that `refvl.compare` can explain differences.
 
-transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It gets
-refvl's prompt. For videos it also gets refvl's patch rows, because its own video processor samples files itself and
-needs torchvision. So neither the prompt nor these rows are recorded.
+transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and
+text model. It gets refvl's prompt. For videos it also gets refvl's patch rows, because its own
+video processor samples files itself and needs torchvision. So neither the prompt nor these rows are
+recorded.
 """
 
 from typing import Any
@@ -30,7 +32,8 @@ PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_v
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """Return the prompt and pixels of a trace, before pruning, as inputs for transformers' `generate`.
+    """Return the prompt and pixels of a trace, before pruning,
+    as inputs for transformers' `generate`.
 
     Raises ValueError for families whose model transformers does not have. transformers' GLM marks
     images and videos with the same token, so it also raises ValueError for a GLM prompt with both.
@@ -62,8 +65,8 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
-    """Run transformers' model, with the weights of the same checkpoint, on the media and the prompt of
-    a refvl trace.
+    """Run transformers' model, with the weights of the same checkpoint,
+    on the media and the prompt of a refvl trace.
 
     The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as
     `transformers_inputs` does.

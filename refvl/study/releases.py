@@ -1,6 +1,7 @@
 """Computations of released software that differ from refvl's, for comparison only.
 
-Each function is named after its effect; its docstring names the releases. Notebooks 02 and 03 show the consequences.
+Each function is named after its effect; its docstring names the releases. Notebooks 02 and 03 show
+the consequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_de
 
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
-    """Return the span with its seconds per grid step truncated to an integer, which is 0 at more than 2 frames/s.
+    """Return the span with its seconds per grid step truncated to an integer,
+    which is 0 at more than 2 frames/s.
 
     Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 with pruning
     (`_postprocess_video_embeds_evs`). As in both, images are not changed.
@@ -27,24 +29,29 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 
 
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses max(h, w) positions, regardless of the extent of its time axis.
+    """Return positions (3, L) and delta if an item uses max(h, w) positions,
+    regardless of the extent of its time axis.
 
-    This is the rule of transformers 5.17 to 5.23: text after a long video gets positions that the video already uses.
+    This is the rule of transformers 5.17 to 5.23: text after a long video gets positions that the
+    video already uses.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: max(span.h, span.w))
 
 
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses w positions, regardless of its height and time.
+    """Return positions (3, L) and delta if an item uses w positions,
+    regardless of its height and time.
 
-    This is the rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets
-    positions of the image's lower rows. vLLM applies the rule to the kept tokens, so restrict the result to them.
+    This is the rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a
+    portrait image gets positions of the image's lower rows. vLLM applies the rule to the kept
+    tokens, so restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
 
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
-    """Round integer positions to bfloat16, which has 8 significant bits, so odd positions above 256 become even.
+    """Round integer positions to bfloat16, which has 8 significant bits,
+    so odd positions above 256 become even.
 
     vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
 
@@ -55,16 +62,20 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
 
 
 def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
-    """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered without gaps.
+    """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered
+    without gaps.
 
-    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there, because the
-    attention of its text model does not rotate queries and keys. Its Mamba layers use only the order of the tokens.
+    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect
+    there, because the attention of its text model does not rotate queries and keys. Its Mamba
+    layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
 
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:
-    """Return refvl's positions, with everything after an item shifted so that the item uses `cost(span)` positions."""
+    """Return refvl's positions, with everything after an item shifted so that the item uses
+    `cost(span)` positions.
+    """
     positions, _ = get_mrope_input_positions(num_tokens, spans)
     for span in spans:
         used = int(span.grid_positions().max()) + 1

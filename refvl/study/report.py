@@ -1,4 +1,6 @@
-"""The report of a run: `Trace` prints a table of its stages, and saves their tensors for `refvl.compare`."""
+"""The report of a run: `Trace` prints a table of its stages,
+and saves their tensors for `refvl.compare`.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,11 +25,11 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 class Trace(Record):
     """One run, with the result of every stage; fields whose stage has not run are None.
 
-    The attentions and hidden_states of the language model and the tower are filled only on request. Q counts the tokens
-    that the model has read: the L tokens of the prompt, and all new tokens except the last. token_ids[k] was chosen
-    after row L - 1 + k. N counts the patch rows of all media, concatenated in the order of `patches`. With
-    `prefill_chunk`, patches, metadata, embeds and inputs_embeds are empty, because their tensors are freed during the
-    run.
+    The attentions and hidden_states of the language model and the tower are filled only on request.
+    Q counts the tokens that the model has read: the L tokens of the prompt, and all new tokens
+    except the last. token_ids[k] was chosen after row L - 1 + k. N counts the patch rows of all
+    media, concatenated in the order of `patches`. With `prefill_chunk`, patches, metadata, embeds
+    and inputs_embeds are empty, because their tensors are freed during the run.
     """
 
     largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in it or its layers
@@ -49,7 +51,9 @@ class Trace(Record):
         return [(stage, _shapes(self, stage), seconds) for stage, seconds in self.seconds.items()]
 
     def magnitude(self, stage: str) -> str:
-        """Return the largest magnitude of a stage as text, with an exclamation mark if float16 cannot represent it."""
+        """Return the largest magnitude of a stage as text,
+        with an exclamation mark if float16 cannot represent it.
+        """
         largest = self.largest.get(stage)
         return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
 
@@ -69,7 +73,9 @@ class Trace(Record):
         return Stages(made, f"refvl {refvl.__version__}", grids, [] if any_pruned else self.spans)
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`."""
+        """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`;
+        see `Stages.save`.
+        """
         self.stages.save(folder)
 
     @property
@@ -134,7 +140,9 @@ def _graph_report(trace: Trace) -> str:
 
 
 def layout_text(layout) -> str:
-    """Describe the arrangement of an item's rows: the grid, the crops, or the number and sizes of the slices."""
+    """Describe the arrangement of an item's rows: the grid, the crops,
+    or the number and sizes of the slices.
+    """
     if isinstance(layout, CropLayout):
         return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
     if not hasattr(layout[0], "slices"):

@@ -1,7 +1,8 @@
 """A random checkpoint of a released model's width but few layers, which needs no download.
 
-The tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is also small. Everything
-that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - comes from the release.
+The tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is
+also small. Everything that does not depend on depth or vocabulary - widths, heads, rotary sections,
+pixel limits - comes from the release.
 """
 
 import json
@@ -21,12 +22,13 @@ PIXEL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, depth: int = 4, seed: int = 0) -> Path:
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
-    release: the JSON file of a released config; pixel limits come from the folder of the same name, if there is one.
-    like: a checkpoint folder of the same family, which provides all text files. depth: the number of tower blocks and
-    of text layers. seed: the seed for the weights, which transformers initialises as for training.
+    release: the JSON file of a released config; pixel limits come from the folder of the same name,
+    if there is one. like: a checkpoint folder of the same family, which provides all text files.
+    depth: the number of tower blocks and of text layers. seed: the seed for the weights, which
+    transformers initialises as for training.
 
-    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the depth is less than
-    the number of features that the tower passes to the text model.
+    Raises ValueError if `like` belongs to a different family, if the folder is not empty, or if the
+    depth is less than the number of features that the tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
@@ -52,7 +54,9 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
 
 
 def _make_shallow(config: PretrainedConfig, depth: int) -> None:
-    """Cut both models to `depth` layers; the list of DeepStack layers keeps its length, as each entry has weights."""
+    """Cut both models to `depth` layers; the list of DeepStack layers keeps its length,
+    as each entry has weights.
+    """
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []
     if depth < max(1, len(features)):
@@ -68,7 +72,9 @@ def _make_shallow(config: PretrainedConfig, depth: int) -> None:
 
 
 def _take_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
-    """Set the vocabulary size and every token id of `config` and its text config to the values in `small`."""
+    """Set the vocabulary size and every token id of `config` and its text config to the values in
+    `small`.
+    """
     config.text_config.vocab_size = small.text_config.vocab_size
     for own, other in ((config, small), (config.text_config, small.text_config)):
         for name in json.loads(other.to_json_string(use_diff=False)):

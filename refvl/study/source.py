@@ -1,4 +1,5 @@
-"""A parsed file of the library: its code lines, the lines that only check, its functions, and its statements.
+"""A parsed file of the library: its code lines, the lines that only check, its functions,
+and its statements.
 
 Code lines exclude blank lines, comments and docstrings. All line numbers start at 1.
 """
@@ -19,10 +20,11 @@ _NO_CODE = {  # kinds of tokens that are not code
 class Source:
     """A parsed file of the library. All line numbers start at 1.
 
-    lines: the text of each line. code: the line numbers of all code, without blank lines, comments and docstrings.
-    checks: the code lines that only check: a `raise`, a condition that ends in one, an `except`, a call or a definition
-    of a check function, and everything in checks.py. docstrings: the line numbers of all docstrings. functions: by
-    their first line, including decorators.
+    lines: the text of each line. code: the line numbers of all code, without blank lines, comments
+    and docstrings. checks: the code lines that only check: a `raise`, a condition that ends in one,
+    an `except`, a call or a definition of a check function, and everything in checks.py.
+    docstrings: the line numbers of all docstrings. functions: by their first line, including
+    decorators.
     """
 
     def __init__(self, path: Path):
@@ -40,7 +42,9 @@ class Source:
         return self.code.intersection(_span(self.functions[first])) if first in self.functions else set()
 
     def whole(self, events: set[int]) -> frozenset[int]:
-        """Return the executed lines, extended to whole statements: the interpreter reports only some of their lines."""
+        """Return the executed lines, extended to whole statements:
+        the interpreter reports only some of their lines.
+        """
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
         for line in sorted(self.code, reverse=True):  # `else:` is not a statement; it counts if the next line runs

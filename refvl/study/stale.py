@@ -1,8 +1,8 @@
 """The effect of a stale graph buffer: no error is raised, but the result is wrong.
 
-All buffers are filled with a first batch; then all but one are refilled with a second batch. The recording is replayed
-operation by operation and compared with a replay in which all buffers are refilled. This shows where the error begins
-and how far it spreads.
+All buffers are filled with a first batch; then all but one are refilled with a second batch. The
+recording is replayed operation by operation and compared with a replay in which all buffers are
+refilled. This shows where the error begins and how far it spreads.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,10 @@ from refvl.graphs.recorder import TraceGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaleReplay:
-    """The results of a replay. outputs: (budget, D), a copy. errors: one per operation, 0 if its result is correct."""
+    """The results of a replay.
+
+    outputs: (budget, D), a copy. errors: one per operation, 0 if its result is correct.
+    """
 
     outputs: Tensor
     errors: list[float]
@@ -27,10 +30,12 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replay `batch` once per stale buffer, which still holds `before`; return results by name ("": none is stale).
+    """Replay `batch` once per stale buffer, which still holds `before`; return results by name ("":
+    none is stale).
 
-    captured: a recording of the trace backend. before, batch: two batches, each a pair (patch rows, plan). An error is
-    the norm of the difference relative to the correct result; for integers and booleans, the share that differs.
+    captured: a recording of the trace backend. before, batch: two batches, each a pair (patch rows,
+    plan). An error is the norm of the difference relative to the correct result; for integers and
+    booleans, the share that differs.
     """
     graph = captured.graph
     if not isinstance(graph, TraceGraph):
@@ -51,7 +56,9 @@ def replay_stale(
 
 
 def _replay(graph: TraceGraph) -> tuple[list[Tensor], Tensor]:
-    """Return copies of each operation's first result and the output; later operations may overwrite the originals."""
+    """Return copies of each operation's first result and the output;
+    later operations may overwrite the originals.
+    """
     results = []
     for operation in graph.operations:
         operation.replay()

@@ -1,4 +1,5 @@
-"""`VLM.trace` keeps the results of every stage; on request, it also keeps attention weights and hidden states.
+"""`VLM.trace` keeps the results of every stage; on request,
+it also keeps attention weights and hidden states.
 
     trace              runs as `chat` does, or on watched copies of tower and language model
     TowerWatch         a copy of the encoder with hooks, whose recorded values fill a trace
@@ -6,12 +7,13 @@
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on copies, so no other call in any thread runs through them, and no forward depends on them. Graphs are
-not used, because their replays return no intermediate values. The tower's attention weights are computed from its
-queries and keys. The language model's weights come from transformers, which returns them only with eager attention.
+The hooks are on copies, so no other call in any thread runs through them, and no forward depends on
+them. Graphs are not used, because their replays return no intermediate values. The tower's
+attention weights are computed from its queries and keys. The language model's weights come from
+transformers, which returns them only with eager attention.
 
-Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
-step of generation.
+Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q
+queries and T keys of a step of generation.
 """
 
 import copy
@@ -44,7 +46,9 @@ class SegmentAttention(NamedTuple):
 
 
 class TowerWatch:
-    """A copy of an encoder, `encoder`, that shares its weights and records values in its blocks in later forwards."""
+    """A copy of an encoder, `encoder`, that shares its weights and records values in its blocks in
+    later forwards.
+    """
 
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
@@ -60,7 +64,9 @@ class TowerWatch:
                 block.register_forward_hook(partial(keep_output, states))
 
     def fill(self, trace: Trace) -> None:
-        """Fill `tower_attentions` and `tower_hidden_states` using the trace's plans (`metadata`), one per forward."""
+        """Fill `tower_attentions` and `tower_hidden_states` using the trace's plans (`metadata`),
+        one per forward.
+        """
         rows, start = list[Tensor](), 0  # per pass, the patch row at each position of all forwards
         for metadata in trace.metadata:
             runs = self.encoder.block_rows(metadata)
@@ -72,7 +78,8 @@ class TowerWatch:
 
 
 def keep_language(trace: Trace, output: Any, config: Any) -> None:
-    """Fill `attentions` and `hidden_states` of the language model from the output of its `generate`.
+    """Fill `attentions` and `hidden_states` of the language model from the output of its
+    `generate`.
 
     transformers returns one tensor for the whole prompt and one for each later token.
     """
@@ -85,7 +92,8 @@ def keep_language(trace: Trace, output: Any, config: Any) -> None:
 
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
-    """Return the attention of new token `token` to each token of an item, (layers with weights, H, M); 0 if pruned.
+    """Return the attention of new token `token` to each token of an item,
+    (layers with weights, H, M); 0 if pruned.
 
     trace: a trace with attentions. Raises ValueError if the trace has none.
     """
@@ -101,7 +109,9 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens, from a trace with hidden states."""
+    """Return (T, vocabulary) probabilities before each of T new tokens,
+    from a trace with hidden states.
+    """
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
@@ -140,10 +150,11 @@ def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAtt
 
 
 def _square(steps: Sequence[Tensor]) -> Tensor:
-    """Stack weights (1, H, Q, T) of the prompt and of each new token into (H, all Q, all Q), zero for later keys.
+    """Stack weights (1, H, Q, T) of the prompt and of each new token into (H, all Q, all Q),
+    zero for later keys.
 
-    T may be smaller than the number of keys so far (a sliding window: the last ones) or larger (a static cache: free
-    space after them).
+    T may be smaller than the number of keys so far (a sliding window: the last ones) or larger (a
+    static cache: free space after them).
     """
     total, seen, rows = sum(step.shape[2] for step in steps), 0, []
     for step in steps:
@@ -155,10 +166,11 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the largest magnitude of each layer's outputs for more than one token, in the tower and language model.
+    """Collect the largest magnitude of each layer's outputs for more than one token,
+    in the tower and language model.
 
-    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these hooks, so for them only
-    the results of stages are used.
+    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these
+    hooks, so for them only the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
 
@@ -179,7 +191,9 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
 
 
 def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
-    """Set `largest` for each stage from the outputs of stages and layers; warn if values approach float16's limit."""
+    """Set `largest` for each stage from the outputs of stages and layers;
+    warn if values approach float16's limit.
+    """
     made = {
         "patchify": [p.pixel_values for p in trace.patches],
         "encode": [*found["encode"], *trace.embeds],
@@ -211,7 +225,9 @@ def trace(
     replace: Mapping[str, Callable] | None = None,
     **options,
 ) -> Trace:
-    """Run like `chat`, with the same arguments, but keep every stage and the time it took: see `VLM.trace`."""
+    """Run like `chat`, with the same arguments, but keep every stage and the time it took:
+    see `VLM.trace`.
+    """
     asked = {name: options.pop(name) for name in Request.__dataclass_fields__ if name in options}
     model = copy.copy(model)  # the copy shares all parts
     model.record = Trace

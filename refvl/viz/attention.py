@@ -1,4 +1,5 @@
-"""Figures of attention: in the language model, over an image's tokens, and in the tower, over its patches.
+"""Figures of attention: in the language model, over an image's tokens, and in the tower,
+over its patches.
 
 plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of patch states, in the colours of a projection
@@ -19,11 +20,12 @@ _OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map
 def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
-    """Draw an image under a veil that is lifted where attention goes; a small grid shows the percentages, too.
+    """Draw an image under a veil that is lifted where attention goes;
+    a small grid shows the percentages, too.
 
-    picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell. patch: the (row,
-    column) that attends, framed. segments_HW: (rows, columns) numbers; a line separates cells of different segments.
-    Raises ValueError for weights that are not a matrix.
+    picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell.
+    patch: the (row, column) that attends, framed. segments_HW: (rows, columns) numbers; a line
+    separates cells of different segments. Raises ValueError for weights that are not a matrix.
     """
     rows, columns = check_shape(weights_HW, ("rows", "columns"), "weights_HW").shape
     weights = weights_HW.float().numpy(force=True)
@@ -43,7 +45,9 @@ def plot_attention(
 def plot_states(
     colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None
 ) -> Axes:
-    """Draw a colour per patch, (rows, columns, 3) uint8. segments_HW, patch: as in `plot_attention`."""
+    """Draw a colour per patch, (rows, columns, 3) uint8. segments_HW, patch:
+    as in `plot_attention`.
+    """
     rows, columns, _ = np.shape(colors_HW3)
     ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))
     ax.imshow(colors_HW3, extent=(0, columns, rows, 0), interpolation="nearest")

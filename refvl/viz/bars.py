@@ -10,7 +10,8 @@ from refvl.viz.style import STAGE_COLORS, UNUSED, centered, ink_on
 def item_bars(
     ax: Axes, row: float, items: Iterable[int], sizes, colors, *, widest: float, left=0, end: float | None = None
 ) -> None:
-    """Draw numbered items end to end from `left`, each as long as its size, and hatch the rest up to `end`, if given.
+    """Draw numbered items end to end from `left`, each as long as its size,
+    and hatch the rest up to `end`, if given.
 
     sizes, colors: by item. A bar much shorter than `widest` has no number.
     """
@@ -31,7 +32,10 @@ def outline_bar(ax: Axes, row: float, left: float, size: float, *, linewidth=1.3
 
 
 def stage_bars(ax: Axes, seconds: Mapping[str, Mapping[str, float]], *, title: str) -> None:
-    """Draw a bar per name with its stages end to end, in milliseconds. seconds: {name: {stage: seconds}}."""
+    """Draw a bar per name with its stages end to end, in milliseconds.
+
+    seconds: {name: {stage: seconds}}.
+    """
     stages = dict.fromkeys(stage for of_name in seconds.values() for stage in of_name)
     left = [0.0] * len(seconds)
     for stage, color in zip(stages, STAGE_COLORS, strict=False):

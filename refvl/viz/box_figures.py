@@ -1,4 +1,5 @@
-"""The location to which an answer points, and its shift if the numbers are read in a different convention.
+"""The location to which an answer points, and its shift if the numbers are read in a different
+convention.
 
 plot_boxes          boxes and points on an image
 plot_box_readings   one answer, read by every convention
@@ -17,7 +18,8 @@ from refvl.viz.style import HIGHLIGHT, PRUNED, STAGE_COLORS, image_axes
 def plot_boxes(
     image, boxes=(), labels: Sequence[str] = (), *, points=(), color=HIGHLIGHT, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw boxes (n, 4) with their labels and points (m, 2) on an image, in its pixels; corners may be in any order.
+    """Draw boxes (n, 4) with their labels and points (m, 2) on an image, in its pixels;
+    corners may be in any order.
 
     image: a PIL image or an array (H, W, 3).
     """
@@ -26,10 +28,8 @@ def plot_boxes(
     for i, (x1, y1, x2, y2) in enumerate(np.asarray(boxes, dtype=float).reshape(-1, 4)):
         ax.add_patch(_rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2))
         if i < len(labels):
-            ax.annotate(
-                labels[i], (min(x1, x2), min(y1, y2)), xytext=(3, -3), textcoords="offset points", va="top", fontsize=9,
-                backgroundcolor="white",
-            )  # fmt: skip
+            look = {"xytext": (3, -3), "textcoords": "offset points", "va": "top", "fontsize": 9}
+            ax.annotate(labels[i], (min(x1, x2), min(y1, y2)), backgroundcolor="white", **look)
     for x, y in np.asarray(points, dtype=float).reshape(-1, 2):
         ax.plot(x, y, "o", color=color, ms=7, markeredgecolor="white")
     return ax
@@ -38,10 +38,11 @@ def plot_boxes(
 def plot_box_readings(
     box: Sequence[float], *, picture: Sequence[int], resized: Sequence[int], family: str, ax: Axes | None = None
 ) -> Axes:
-    """Draw a box on an empty image as `family` writes it, in whole numbers, and as each convention reads it.
+    """Draw a box on an empty image as `family` writes it, in whole numbers,
+    and as each convention reads it.
 
-    box: x1, y1, x2, y2 in pixels of the image. picture, resized: (width, height). The legend lists how far the
-    centre is from the true one, in pixels of the image.
+    box: x1, y1, x2, y2 in pixels of the image. picture, resized: (width, height). The legend lists
+    how far the centre is from the true one, in pixels of the image.
     """
     answer = from_picture([box], picture=picture, resized=resized, family=family).round()
     ax = image_axes(ax, f"{family} writes {answer[0].int().tolist()}", figsize=(4.4, 5.4))
@@ -52,10 +53,9 @@ def plot_box_readings(
     for i, (name, space) in enumerate(spaces.items()):
         x1, y1, x2, y2 = rescale(answer, space, picture)[0].tolist()
         off = np.hypot(x1 + x2 - box[0] - box[2], y1 + y2 - box[1] - box[3]) / 2
-        label, color = f"read as {name}: {off:.0f} px off", STAGE_COLORS[(0, 3, 2)[i]]
-        ax.add_patch(
-            _rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2, ls=("-", "--", ":")[i], label=label)
-        )
+        look = {"edgecolor": STAGE_COLORS[(0, 3, 2)[i]], "ls": ("-", "--", ":")[i]}
+        label = f"read as {name}: {off:.0f} px off"
+        ax.add_patch(_rectangle((x1, y1, x2, y2), fill=False, lw=2, label=label, **look))
     ax.autoscale_view()
     ax.invert_yaxis()
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=9)

@@ -23,10 +23,9 @@ from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes
 _COVER = 0.86  # opacity of the cover over a pruned token
 
 
-def plot_keep_mask(
-    frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, columns: int = 5, title: str = "", ax=None
-) -> np.ndarray:
-    """Draw the frames of a video with pruned tokens covered and kept ones framed, one image per grid step.
+def plot_keep_mask(frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, title: str = "", ax=None) -> np.ndarray:
+    """Draw the frames of a video with pruned tokens covered and kept ones framed,
+    one image per grid step.
 
     frames: (T, H, W, 3) uint8; the first frame of each grid step is shown. keep_M: (t*h*w,) bool.
     ax: an array of t Axes, or None. Returns the t Axes as a flat array.
@@ -35,7 +34,7 @@ def plot_keep_mask(
     t, h, w = merged_thw
     check_shape(keep_M, (t * h * w,), "keep_M")
     keep = keep_M.reshape(t, h, w).cpu().numpy()
-    axes = _strip(ax, t, columns, _ratio(frames, merged_thw) * h / w)
+    axes = _strip(ax, t, _ratio(frames, merged_thw) * h / w)
     for i, panel in enumerate(axes):
         _show_frame(panel, frames, i, merged_thw)
         cover = np.where(keep[i][..., None], to_rgba(KEPT, 0.0), to_rgba(PRUNED, _COVER))
@@ -48,7 +47,10 @@ def plot_keep_mask(
 
 
 def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Grid, *, ax=None) -> np.ndarray:
-    """Draw a row of frames per pruning rule. masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes."""
+    """Draw a row of frames per pruning rule.
+
+    masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes.
+    """
     t, h, w = merged_thw
     width = min(1.6, 12 / t)
     height = width * _ratio(frames, merged_thw) * h / w + 0.3
@@ -64,9 +66,9 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
     return axes
 
 
-def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
-    """Return `count` Axes, `columns` per row, for images with this ratio."""
-    columns = min(columns, count)
+def _strip(ax, count: int, height_to_width: float) -> np.ndarray:
+    """Return `count` Axes, five per row, for images with this ratio."""
+    columns = min(5, count)
     width = min(2.2, 11 / columns)
     return strip_of_axes(ax, count, columns, (width, width * height_to_width + 0.3), margin=0.35)
 
@@ -78,7 +80,9 @@ def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:
 
 
 def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> None:
-    """Draw the first frame of a grid step, in token coordinates; a padded last step may have fewer frames."""
+    """Draw the first frame of a grid step, in token coordinates;
+    a padded last step may have fewer frames.
+    """
     t, h, w = merged_thw
     per_step = -(-len(frames) // t)
     ax.imshow(frames[min(step * per_step, len(frames) - 1)], extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw))
@@ -86,7 +90,9 @@ def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> No
 
 
 def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
-    """Draw a line around the kept tokens, at every side shared with a pruned token or with the edge."""
+    """Draw a line around the kept tokens, at every side shared with a pruned token or with the
+    edge.
+    """
     padded = np.pad(keep_hw, 1).astype(int)
     for row, column in np.argwhere(np.diff(padded, axis=0)[:, 1:-1]):
         ax.plot([column, column + 1], [row, row], color=KEPT, lw=1.6, clip_on=False)
@@ -94,17 +100,16 @@ def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
         ax.plot([column, column], [row, row + 1], color=KEPT, lw=1.6, clip_on=False)
 
 
-def plot_dissimilarity(
-    dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", columns: int = 5, ax=None
-) -> np.ndarray:
-    """Draw one map per grid step of how much each token differs from that of the previous step, except in step 0.
+def plot_dissimilarity(dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", ax=None) -> np.ndarray:
+    """Draw one map per grid step of how much each token differs from that of the previous step,
+    except in step 0.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
     Raises ValueError for values of a shape other than (t, h * w).
     """
     t, h, w = merged_thw
     maps = check_shape(dissimilarity_TN, (t, h * w), "dissimilarity_TN").reshape(t, h, w).cpu().numpy()
-    axes = _strip(ax, t, columns, h / w)
+    axes = _strip(ax, t, h / w)
     high = float(maps[1:].max()) if t > 1 else 1.0
     axes[0].imshow(np.ones((h, w)), cmap="Greys", vmin=0, vmax=8)
     axes[0].text((w - 1) / 2, (h - 1) / 2, "always\nkept", ha="center", va="center", fontsize=9)
@@ -122,9 +127,11 @@ def plot_dissimilarity(
 def plot_pruned_positions(
     positions_3L: Tensor, keep_L: Tensor, spans: Sequence[MediaSpan], *, q: float | None = None, ax=None
 ) -> np.ndarray:
-    """Draw the full position layout of a prompt and, below it, that of the kept tokens, which keep their positions.
+    """Draw the full position layout of a prompt and, below it, that of the kept tokens,
+    which keep their positions.
 
-    positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None. Returns those 2.
+    positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None.
+    Returns those 2.
     """
     axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
     pruned_3K, delta = restrict_positions(positions_3L, keep_L)
@@ -146,7 +153,10 @@ def plot_pruned_positions(
 def plot_accuracy_curve(
     accuracy: dict[str, dict[float, float]], *, title: str = "accuracy", ax: Axes | None = None
 ) -> Axes:
-    """Plot accuracy against the pruning rate, one line per name. accuracy: {name: {q: fraction}}."""
+    """Plot accuracy against the pruning rate, one line per name.
+
+    accuracy: {name: {q: fraction}}.
+    """
     ax = axes_or_new(ax, figsize=(7, 3.8))
     for i, (name, curve) in enumerate(accuracy.items()):
         percent = [100 * v for v in curve.values()]

@@ -1,4 +1,5 @@
-"""The public function of every explorer: `explore_NAME(...)` checks its arguments and builds the explorer.
+"""The public function of every explorer: `explore_NAME(...)` checks its arguments and builds the
+explorer.
 
 explore_windows     patches, merge blocks and windows of an image
 explore_resize      patches and merge blocks alone, as the pixel budget changes
@@ -19,8 +20,9 @@ explore_timeline    the timelines of all variants for many durations and frame r
 explore_slices      slices and crops of one photo at any size, and what the queries read from them
 explore_crops       slices and crops without a model
 
-Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an explorer.
-`refvl.viz` imports this file on first use, because explorers need anywidget and figures do not.
+Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an
+explorer. `refvl.viz` imports this file on first use, because explorers need anywidget and figures
+do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,22 +67,24 @@ def explore_windows(
 ) -> Explorer:
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
-    image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
-    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. If it is empty, only
-    patches and merge blocks are shown.
+    image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest
+    budget, in merged tokens. window_sizes: pixels; a size with the same windows as a smaller one is
+    left out. If it is empty, only patches and merge blocks are shown.
     """
     images = image if isinstance(image, Mapping) else {"photo": image}
     return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)
 
 
 def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> Explorer:
-    """Explore the resized image, its patches and its merge blocks by pixel budget, in merged tokens."""
+    """Explore the resized image, its patches and its merge blocks by pixel budget,
+    in merged tokens.
+    """
     return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
 def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
-    """Explore the attention of an answer by token, layer and head, and of each patch by block and head. Needs
-    anywidget.
+    """Explore the attention of an answer by token, layer and head,
+    and of each patch by block and head. Needs anywidget.
 
     model: a model of the Qwen or GLM families. questions: name -> (prompt, image).
     """
@@ -88,7 +92,10 @@ def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> Explor
 
 
 def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
-    """Explore one patch from its pixels through every block to its token. Arguments as in `explore_attention`."""
+    """Explore one patch from its pixels through every block to its token.
+
+    Arguments as in `explore_attention`.
+    """
     return TowerExplorer(model, questions)
 
 
@@ -120,40 +127,51 @@ def explore_position_rules() -> Explorer:
 
 
 def explore_mrope() -> Explorer:
-    """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it, and their score.
+    """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it,
+    and their score.
 
-    Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs anywidget.
+    Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs
+    anywidget.
     """
     return MropeExplorer()
 
 
 def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> Explorer:
-    """Explore the tokens that are kept, and their positions, by pruning rate, starting at q. Needs anywidget.
+    """Explore the tokens that are kept, and their positions, by pruning rate, starting at q.
 
-    frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
+    Needs anywidget.
+
+    frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as
+    well.
     """
     return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
 
 
 def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> Explorer:
-    """Explore the answers to questions about videos, name -> (prompt, video), at every pruning rate."""
+    """Explore the answers to questions about videos, name -> (prompt, video),
+    at every pruning rate.
+    """
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
 
 
 def explore_graph(model: VLM, before, image, question: str) -> Explorer:
-    """Explore the recording of a Qwen2.5-VL tower, operation by operation, with a buffer that is not refilled.
+    """Explore the recording of a Qwen2.5-VL tower, operation by operation,
+    with a buffer that is not refilled.
 
-    before, image: anything `load_image` accepts, replayed one after the other; if their shapes are equal, only pixels
-    can be stale. question: about `image`; the model answers it with the embeddings of every stale replay. Needs
-    anywidget.
+    before, image: anything `load_image` accepts, replayed one after the other; if their shapes are
+    equal, only pixels can be stale. question: about `image`; the model answers it with the
+    embeddings of every stale replay. Needs anywidget.
     """
     return GraphExplorer(model, before, image, question)
 
 
 def explore_launches() -> Explorer:
-    """Explore when a host launches operations and when a device runs them, eagerly and in a replay. Needs anywidget.
+    """Explore when a host launches operations and when a device runs them, eagerly and in a replay.
 
-    Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing is measured.
+    Needs anywidget.
+
+    Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing
+    is measured.
     """
     return LaunchesExplorer()
 
@@ -161,10 +179,12 @@ def explore_launches() -> Explorer:
 def explore_packing(
     arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
 ) -> Explorer:
-    """Explore how arriving images share replays, for every number of captured graphs and both policies.
+    """Explore how arriving images share replays, for every number of captured graphs and both
+    policies.
 
-    arrivals: output tokens of the images in order of arrival, or several such patterns by name. budgets, max_items: as
-    in `plan_batches`; the largest one, two, ... of the budgets are captured. Needs anywidget.
+    arrivals: output tokens of the images in order of arrival, or several such patterns by name.
+    budgets, max_items: as in `plan_batches`; the largest one, two, ... of the budgets are captured.
+    Needs anywidget.
     """
     arrivals = arrivals if isinstance(arrivals, Mapping) else {"as given": arrivals}
     return PackingExplorer(arrivals, budgets, max_items=max_items)
@@ -173,8 +193,8 @@ def explore_packing(
 def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches") -> Explorer:
     """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
-    sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number of ranks. Needs anywidget.
-    Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
+    sizes: the size of each item in order of arrival, in `unit`. ranks: the initial number of ranks.
+    Needs anywidget. Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     if not sizes:
         raise ValueError("sizes: expected at least one, got none")
@@ -198,8 +218,8 @@ def explore_costs() -> Explorer:
 def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
 
-    model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
-    Raises ValueError for a model without such features.
+    model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown
+    first. Raises ValueError for a model without such features.
     """
     if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
         got = f"{model.family.name}; load a Qwen3-VL, for example tiny-qwen3_vl"
@@ -208,19 +228,22 @@ def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> E
 
 
 def explore_families(counted: Mapping) -> Explorer:
-    """Explore tokens, positions, memory and time of one image or video in every family, by size. Needs anywidget.
+    """Explore tokens, positions, memory and time of one image or video in every family, by size.
 
-    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are computed from its
-    operations at a device's peak.
+    Needs anywidget.
+
+    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are
+    computed from its operations at a device's peak.
     """
     return FamiliesExplorer(counted)
 
 
 def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> Explorer:
-    """Explore a video's length and frame rate: which frames each variant samples, and the timestamp for every two.
+    """Explore a video's length and frame rate: which frames each variant samples,
+    and the timestamp for every two.
 
-    duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the variant whose first
-    step is selected. Needs anywidget. Raises ValueError for an unknown variant.
+    duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the
+    variant whose first step is selected. Needs anywidget. Raises ValueError for an unknown variant.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
@@ -235,15 +258,19 @@ def explore_slices(
     model: VLM | None = None,
     question: str = "What is in the picture?",
 ) -> Explorer:
-    """Explore how MiniCPM-V and Step3-VL cut one photo, at every size at which one of them cuts it differently.
+    """Explore how MiniCPM-V and Step3-VL cut one photo,
+    at every size at which one of them cuts it differently.
 
-    image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
-    small MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its
-    queries read from every slice, and its answer to `question`. Needs anywidget.
+    image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's
+    config. model: a small MiniCPM-V that cuts like `config`, but a whole number of times smaller;
+    the explorer then shows what its queries read from every slice, and its answer to `question`.
+    Needs anywidget.
     """
     return SlicesExplorer(image, config, crops, model, question)
 
 
 def explore_crops(image, config: CropConfig = RELEASED) -> Explorer:
-    """Explore how Step3-VL and, with its released sizes, MiniCPM-V cut one photo: `explore_slices` without a model."""
+    """Explore how Step3-VL and, with its released sizes, MiniCPM-V cut one photo:
+    `explore_slices` without a model.
+    """
     return explore_slices(image, SliceConfig(), crops=config)

@@ -1,4 +1,5 @@
-"""Families side by side: the same image or video, with a colour and a marker for each family in every figure.
+"""Families side by side: the same image or video,
+with a colour and a marker for each family in every figure.
 
 plot_family_costs    patches through the tower and tokens of the prompt, per family
 plot_family_curves   tokens against the side of a square image
@@ -32,7 +33,8 @@ RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "second
 
 
 def plot_family_costs(plans: Mapping[str, Sequence["MediaPlan"]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw two bars per family on a logarithmic scale, patches (pale) and tokens, with their ratio in words.
+    """Draw two bars per family on a logarithmic scale, patches (pale) and tokens,
+    with their ratio in words.
 
     plans: for each family, the plans of the media items that its bars sum up.
     """
@@ -52,7 +54,9 @@ def plot_family_costs(plans: Mapping[str, Sequence["MediaPlan"]], *, title: str 
 
 
 def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
-    """Plot the tokens of a square image against its side in px, one line per family, on log-log axes."""
+    """Plot the tokens of a square image against its side in px, one line per family,
+    on log-log axes.
+    """
     ax = axes_or_new(ax, figsize=(7, 4))
     for place, (name, counts) in enumerate(tokens.items()):
         ax.plot(sides, counts, **_family_line(name, place))
@@ -76,10 +80,11 @@ def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Ax
 
 
 def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = None, ax=None) -> np.ndarray:
-    """Plot each measure of `RACE` in a panel, one line per family, against an image's side or a video's length.
+    """Plot each measure of `RACE` in a panel, one line per family,
+    against an image's side or a video's length.
 
-    rows: the rows of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as measures, or None.
-    Returns them.
+    rows: the rows of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as
+    measures, or None. Returns them.
     """
     axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
     names = list(dict.fromkeys(name for row in rows for name in row["families"]))
@@ -99,17 +104,22 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
 
 
 def _family_line(name: str, place: int) -> dict[str, Any]:
-    """Return a family's line style. Later lines are thinner, so both are visible where two coincide."""
+    """Return a family's line style.
+
+    Later lines are thinner, so both are visible where two coincide.
+    """
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
     return look | {"ms": 3.5 + 1.25 * fine, "lw": 1.2 + 0.7 * fine, "label": name}
 
 
 def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw correct answers in percent: one row per removed mechanism, one column per kind of question.
+    """Draw correct answers in percent: one row per removed mechanism,
+    one column per kind of question.
 
-    rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that lost answers. The first
-    row is the unchanged model, and the score of guessing is below each kind.
+    rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that
+    lost answers. The first row is the unchanged model, and the score of guessing is below each
+    kind.
     """
     lines = list(dict.fromkeys(row["without"] for row in rows))
     kinds = {row["question"]: row["chance"] for row in rows}

@@ -1,4 +1,5 @@
-"""GLM: a position table sampled at any size, and videos that become images, each followed by its timestamp.
+"""GLM: a position table sampled at any size, and videos that become images,
+each followed by its timestamp.
 
 plot_position_table  where the patches of images sample the table, and one sampled channel
 plot_patch_values    a number per patch, laid over the image
@@ -34,10 +35,11 @@ _LABELS = 16  # the largest number of timestamps on a timeline
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Draw, for each image, the table under the patches' centres, and one channel sampled as bicubic and as nearest.
+    """Draw, for each image, the table under the patches' centres,
+    and one channel sampled as bicubic and as nearest.
 
-    table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
-    Returns that array. Raises ValueError for a table that is not a matrix.
+    table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3
+    Axes, or None. Returns that array. Raises ValueError for a table that is not a matrix.
     """
     values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
     limits = (float(values_P1.min()), float(values_P1.max()))
@@ -52,7 +54,9 @@ def plot_position_table(
 
 
 def _show_cells(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
-    """Draw the image, lines between the table's cells over it, and a dot at the centre of each patch."""
+    """Draw the image, lines between the table's cells over it,
+    and a dot at the centre of each patch.
+    """
     (h, w), (width, height) = grid_hw, image.size
     image_axes(ax, f"{h} x {w} patches, {side} x {side} cells")
     ax.imshow(image, alpha=0.55)
@@ -72,10 +76,11 @@ def plot_patch_values(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order, like all patch rows.
+    """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order,
+    like all patch rows.
 
-    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: the range of the colours.
-    Raises ValueError for values of a shape other than (h * w,).
+    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: the
+    range of the colours. Raises ValueError for values of a shape other than (h * w,).
     """
     h, w = grid_hw
     check_shape(values_N, (h * w,), "values_N")
@@ -90,9 +95,11 @@ def plot_patch_values(
 
 
 def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
-    """Draw the frames of a video that each variant samples, two per grid step, with the timestamp of each step.
+    """Draw the frames of a video that each variant samples, two per grid step,
+    with the timestamp of each step.
 
-    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the pairs.
+    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the
+    pairs.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -111,7 +118,9 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
 
 
 def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: str) -> None:
-    """Draw frames as lines, a box per step, and the timestamps above (thinned if they would overlap)."""
+    """Draw frames as lines, a box per step, and the timestamps above (thinned if they would
+    overlap).
+    """
     times, steps = np.array(sample.indices) / fps, len(sample.timestamps)
     for step, alpha in ((0, 1.0), (1, 0.45)):
         pairs = np.concatenate([times[2 * step :: 4], times[2 * step + 1 :: 4]])
@@ -126,7 +135,9 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
 def plot_clip_tokens(
     seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Plot the prompt tokens of a video against its duration, one line per variant, on log-log axes."""
+    """Plot the prompt tokens of a video against its duration, one line per variant,
+    on log-log axes.
+    """
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         width = 6 - 2 * i  # if two agree, the thinner line is on top
@@ -141,10 +152,11 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one video's part of the prompt, one row per grid step: begin, video tokens, end, and the timestamp.
+    """Draw one video's part of the prompt, one row per grid step: begin, video tokens, end,
+    and the timestamp.
 
-    trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's processor, for its words.
-    Raises ValueError for a trace without a prompt.
+    trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's
+    processor, for its words. Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:
         raise ValueError("trace: expected the trace of a finished run, got one without a prompt")

@@ -1,4 +1,5 @@
-"""Encoder graphs: recorded operations, contents of the buffers, items that share a replay, and padding waste.
+"""Encoder graphs: recorded operations, contents of the buffers, items that share a replay,
+and padding waste.
 
 plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
 plot_buffers         static buffers before a replay: the batch first, then padding
@@ -36,10 +37,11 @@ _WAYS = {  # columns of a measurement
 
 
 def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
-    """Draw recorded operations from left to right, one row per kind, coloured if they read a static buffer.
+    """Draw recorded operations from left to right, one row per kind,
+    coloured if they read a static buffer.
 
-    buffers: {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as the buffer.
-    Tensors of the recorded graph may have any shape.
+    buffers: {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer
+    count as the buffer. Tensors of the recorded graph may have any shape.
     """
     kinds = [kind_of_operation(operation) for operation in graph.operations]
     rows = {kind: row for row, kind in enumerate(dict.fromkeys(kinds))}
@@ -62,7 +64,8 @@ def kind_of_operation(operation: Operation) -> str:
 
 
 def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | None = None) -> Axes:
-    """Draw three lanes, in microseconds: the host's launches, the device in an eager run, and the device in a replay.
+    """Draw three lanes, in microseconds: the host's launches, the device in an eager run,
+    and the device in a replay.
 
     Arguments as in `launch_timeline`; a replay costs one launch.
     """
@@ -82,10 +85,12 @@ def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | No
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
-    """Draw the current contents of a graph's buffers, one panel per field; the part after the batch is shaded.
+    """Draw the current contents of a graph's buffers, one panel per field;
+    the part after the batch is shaded.
 
-    buffers: metadata at capacity, filled. planned: the metadata of the batch; its lengths are the ends of the contents.
-    names: fields to show, by default all tensors. ax: an array of Axes, or None. Returns the Axes as a flat array.
+    buffers: metadata at capacity, filled. planned: the metadata of the batch; its lengths are the
+    ends of the contents. names: fields to show, by default all tensors. ax: an array of Axes, or
+    None. Returns the Axes as a flat array.
     """
     rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
     names = [name for name in rules if isinstance(getattr(buffers, name), Tensor)] if names is None else list(names)
@@ -118,9 +123,11 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
 def plot_packing(
     output_tokens: Sequence[int], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw one bar per replay, as long as its budget: its items, numbered by arrival, and the rest hatched.
+    """Draw one bar per replay, as long as its budget: its items, numbered by arrival,
+    and the rest hatched.
 
-    output_tokens: tokens of each item. batches: the result of `plan_batches`; an item without budget ran eagerly.
+    output_tokens: tokens of each item. batches: the result of `plan_batches`; an item without
+    budget ran eagerly.
     """
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(batches) + 1.3))
     colors = sequence_colors(len(output_tokens))
@@ -163,10 +170,12 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
 
 
 def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
-    """Plot milliseconds per call against image size: a point at the median, a line up to the 99th percentile.
+    """Plot milliseconds per call against image size: a point at the median,
+    a line up to the 99th percentile.
 
-    measurement: the output of `benchmarks/graphs.py`. images: images per call. The arithmetic at the device's peak is
-    drawn if it is known. Raises ValueError for a number of images that was not measured.
+    measurement: the output of `benchmarks/graphs.py`. images: images per call. The arithmetic at
+    the device's peak is drawn if it is known. Raises ValueError for a number of images that was not
+    measured.
     """
     rows = [row for row in measurement["rows"] if row["images"] == images]
     if not rows:
@@ -189,10 +198,12 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
 
 
 def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "", ax=None) -> np.ndarray:
-    """Draw the error of each recorded operation's result (left) and of each token's embedding (right).
+    """Draw the error of each recorded operation's result (left) and of each token's embedding
+    (right).
 
-    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of operations, relative errors of
-    tokens. groups: names and numbers of consecutive operations. ax: two Axes, or None. Returns both.
+    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of operations,
+    relative errors of tokens. groups: names and numbers of consecutive operations. ax: two Axes, or
+    None. Returns both.
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
     levels, start = np.asarray(row["operations"]), 0

@@ -1,4 +1,5 @@
-"""One image, line by line, as a page: the code of a real run in call order, with the results of each stage.
+"""One image, line by line, as a page: the code of a real run in call order,
+with the results of each stage.
 
     from refvl.study.follow import follow
     from refvl.viz.journey import page
@@ -6,7 +7,8 @@
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     Path("journey.html").write_text(page(journey, title="tiny-qwen2_5_vl"), encoding="utf-8")
 
-The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network or scripts.
+The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network or
+scripts.
 """
 
 import html
@@ -63,8 +65,9 @@ def page(
 ) -> str:
     """Return a journey as HTML, one file that loads nothing.
 
-    title: the model's name. links: the addresses of the pages of several journeys by name, "" for this one. index: the
-    address of a page to go back to. files: the address of the page of a library file, with {} for its name.
+    title: the model's name. links: the addresses of the pages of several journeys by name, "" for
+    this one. index: the address of a page to go back to. files: the address of the page of a
+    library file, with {} for its name.
     """
     made = shapes(journey)
     stages, number = list[str](), 0
@@ -116,7 +119,9 @@ def _steps(journey: Journey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """Pixel coordinates in the figure of the path: files from top to bottom, functions from left to right."""
+    """Pixel coordinates in the figure of the path: files from top to bottom,
+    functions from left to right.
+    """
 
     files: list[str]
     step: float  # from one function to the next
@@ -231,7 +236,10 @@ def _fold(function: Function, lines: range, links: str) -> str:
 
 
 def _line(function: Function, line: int, links: str, stops: bool) -> str:
-    """Return a line of code, without its function's margin. stops: whether it starts lines that did not run."""
+    """Return a line of code, without its function's margin.
+
+    stops: whether it starts lines that did not run.
+    """
     code = coloured(function.path)[line][_margin(function, function.first) :]
     ran = " ran" if line in function.ran else ""
     spoken = '<span class="spoken">did not run: </span>' if stops else ""
@@ -260,7 +268,9 @@ def _calls(journey: Journey, function: Function, lines: range) -> str:
 
 @cache
 def coloured(path: Path) -> list[str]:
-    """Return every line of a file as HTML, by number: keywords are <b>, comments <i>, names of functions <em>."""
+    """Return every line of a file as HTML, by number: keywords are <b>, comments <i>,
+    names of functions <em>.
+    """
     text = path.read_text(encoding="utf-8")
     marks: dict[int, list[tuple[int, int, str]]] = {}
     for start, stop, tag in _marks(text):

@@ -1,4 +1,5 @@
-"""MiniCPM-V: how an image is sliced, what each query attends to, and the cost of a video if frames are packed.
+"""MiniCPM-V: how an image is sliced, what each query attends to,
+and the cost of a video if frames are packed.
 
 plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query attends to each patch
@@ -28,10 +29,11 @@ _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "l
 
 
 def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
-    """Draw the image with its slices (left), numbered in prompt order, and the overview, number 0 (right).
+    """Draw the image with its slices (left), numbered in prompt order, and the overview,
+    number 0 (right).
 
-    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
-    Returns both.
+    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax:
+    two Axes, or None. Returns both.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
@@ -63,7 +65,9 @@ def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
 
 
 def preview(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize an image to the ratio of `size` (width, height), at most `_PREVIEW` pixels per side."""
+    """Resize an image to the ratio of `size` (width, height),
+    at most `_PREVIEW` pixels per side.
+    """
     scale = min(1.0, _PREVIEW / max(size))
     return image.resize([max(1, round(side * scale)) for side in size])
 
@@ -83,12 +87,14 @@ def plot_query_attention(
     title: str = "",
     ax=None,
 ) -> np.ndarray:
-    """Draw one heat map per query over its slice: a brighter patch gets more of the query's attention.
+    """Draw one heat map per query over its slice: a brighter patch gets more of the query's
+    attention.
 
-    image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per query, its L = h * w
-    patches row by row; all maps share one scale from 0 to the largest weight shown. queries: the queries to show, by
-    default all. columns: the maps per row, by default all. ax: an array of as many Axes as the maps need, or None.
-    Returns that array. Raises ValueError for weights of a shape other than (queries, h * w).
+    image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per
+    query, its L = h * w patches row by row; all maps share one scale from 0 to the largest weight
+    shown. queries: the queries to show, by default all. columns: the maps per row, by default all.
+    ax: an array of as many Axes as the maps need, or None. Returns that array. Raises ValueError
+    for weights of a shape other than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -113,7 +119,9 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Plot a video's tokens against the number of sampled frames, one line per model, on log-log axes."""
+    """Plot a video's tokens against the number of sampled frames, one line per model,
+    on log-log axes.
+    """
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for place, ((name, counts), color) in enumerate(zip(tokens.items(), STAGE_COLORS, strict=False)):
         width = max(6 - 2 * place, 1.5)  # where two lines agree, the thinner is drawn on the thicker
@@ -129,7 +137,9 @@ def plot_frame_tokens(
 def plot_time_shift(
     seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Plot how far embeddings move, relative to their norm, against the time difference, one line per name."""
+    """Plot how far embeddings move, relative to their norm, against the time difference,
+    one line per name.
+    """
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
@@ -143,9 +153,9 @@ def plot_time_shift(
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
     """Plot windows of a slice, their two folds, and the canvas in three panels.
 
-    image: anything `load_image` accepts, cut by `config`. positions_3L: (3, L), for its prompt; spans: its overview and
-    slices. Separators are at their positions, and circles mark the overview. ax: three Axes, or None. Returns them.
-    Raises ValueError if the image has no slices.
+    image: anything `load_image` accepts, cut by `config`. positions_3L: (3, L), for its prompt;
+    spans: its overview and slices. Separators are at their positions, and circles mark the
+    overview. ax: three Axes, or None. Returns them. Raises ValueError if the image has no slices.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
@@ -162,7 +172,9 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
 
 
 def _draw_folds(ax: Axes, h: int, w: int) -> None:
-    """Draw a slice of h x w patches, coloured by window of 2 x 2, then after the first and after the second fold."""
+    """Draw a slice of h x w patches, coloured by window of 2 x 2,
+    then after the first and after the second fold.
+    """
     image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")
     left = 0.0
     for side, said in ((1, "windows of 2 x 2"), (2, "folded"), (4, "merged")):

@@ -21,9 +21,11 @@ RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignmen
 def plot_assignment(
     sizes: Sequence[int], assignment: Assignment, *, title: str = "", unit: str = "patches", ax: Axes | None = None
 ) -> Axes:
-    """Draw one bar per rank: its items in order of assignment, numbered by arrival, hatched while it waits.
+    """Draw one bar per rank: its items in order of assignment, numbered by arrival,
+    hatched while it waits.
 
-    sizes: the size of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
+    sizes: the size of each item, in `unit`. assignment: the result of
+    `get_load_balance_assignment`.
     """
     order, counts, loads = assignment
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))
@@ -47,7 +49,8 @@ def _by_rank(order: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the gathered rows, rank by rank, each padded to the longest (above), and the caller's items (below).
+    """Draw the gathered rows, rank by rank, each padded to the longest (above),
+    and the caller's items (below).
 
     tokens: output tokens of each item. assignment: which rank encoded which item.
     """

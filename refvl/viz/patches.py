@@ -25,8 +25,9 @@ def plot_patches(
 ) -> Axes:
     """Draw the resized image with its patches (thin lines) and merge blocks (thick lines).
 
-    image: anything `load_image` accepts. numbers: write each patch's row number, if the patch is large enough.
-    highlight: merge blocks to frame, counted in reading order. Raises ValueError for a block that does not exist.
+    image: anything `load_image` accepts. numbers: write each patch's row number, if the patch is
+    large enough. highlight: merge blocks to frame, counted in reading order. Raises ValueError for
+    a block that does not exist.
     """
     ax, grid = show_resized(image, config, ax)
     _, h, w = grid
@@ -43,7 +44,9 @@ def plot_patches(
 
 
 def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Grid]:
-    """Draw the resized image in its own pixels, titled with all sizes; return its axes and its grid (1, h, w)."""
+    """Draw the resized image in its own pixels, titled with all sizes;
+    return its axes and its grid (1, h, w).
+    """
     picture = load_image(image)
     resized = resize_image(picture, config)
     t, h, w = grid = plan_grid(picture.height, picture.width, config)
@@ -65,7 +68,9 @@ def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
 
 
 def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None:
-    """Write each number into its (row, column) cell of `step` pixels, unless the cells are too small to read."""
+    """Write each number into its (row, column) cell of `step` pixels,
+    unless the cells are too small to read.
+    """
     columns = max(column for _, column in places.values()) + 1
     points_per_cell = 72 * ax.bbox.width / ax.figure.dpi / columns
     size = min(MAX_FONT_SIZE, 0.42 * points_per_cell)
@@ -84,16 +89,15 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
         if not 0 <= block < count:
             raise ValueError(f"highlight: expected merge blocks of the grid {grid}, 0 to {count - 1}, got {block}")
         row, column = divmod(block, w // config.merge_size)
-        corner = (column * config.factor, row * config.factor)
-        ax.add_patch(
-            Rectangle(corner, config.factor, config.factor, fill=False, edgecolor=HIGHLIGHT, linewidth=2.5, zorder=3)
-        )
+        side, look = config.factor, {"fill": False, "edgecolor": HIGHLIGHT, "linewidth": 2.5, "zorder": 3}
+        ax.add_patch(Rectangle((column * side, row * side), side, side, **look))
 
 
 def plot_patch_rows(
     patches: Tensor, grid: Sequence[int], config: PatchConfig, *, count: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """Draw the first patch rows: on the left each as a patch, on the right its C * Tp * P * P values in order.
+    """Draw the first patch rows: on the left each as a patch,
+    on the right its C * Tp * P * P values in order.
 
     patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
     Raises ValueError for patch rows of any other shape.

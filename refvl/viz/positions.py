@@ -27,9 +27,11 @@ _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # if the axes agree, the thinner 
 
 
 def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], label: str = "") -> np.ndarray:
-    """Return (rows, columns) Axes: the given ones, as one Axes or an array of that size, or those of a new figure.
+    """Return (rows, columns) Axes: the given ones, as one Axes or an array of that size,
+    or those of a new figure.
 
-    label: a description of the new figure, for alt text that is clearer than the titles of many panels.
+    label: a description of the new figure, for alt text that is clearer than the titles of many
+    panels.
     """
     if ax is None:
         figure, axes = plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)
@@ -63,9 +65,11 @@ def axis_cmap(axis: str) -> LinearSegmentedColormap:
 def plot_rotary(
     grid_hw: tuple[int, int], *, head_dim: int = 24, spatial_merge_size: int = 2, theta: float = 10000.0, ax=None
 ) -> np.ndarray:
-    """Draw cos of each rotary pair over an (h, w) grid of patches: rows rotate the h half, columns the w half.
+    """Draw cos of each rotary pair over an (h, w) grid of patches: rows rotate the h half,
+    columns the w half.
 
-    ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: row 0 the h half, row 1 the w half.
+    ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: row 0 the h half, row 1
+    the w half.
     """
     (h, w), planes = grid_hw, head_dim // 4
     options = {"spatial_merge_size": spatial_merge_size}
@@ -137,10 +141,11 @@ def _legend(ax: Axes, kinds: Sequence[str]) -> None:
 
 
 def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int = 6, ax=None) -> np.ndarray:
-    """Draw t, h and w of every token of an item, one column per frame, for the first `max_frames` frames.
+    """Draw t, h and w of every token of an item, one column per frame,
+    for the first `max_frames` frames.
 
-    positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that array.
-    Raises ValueError for positions of a shape other than (3, L).
+    positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that
+    array. Raises ValueError for positions of a shape other than (3, L).
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()
@@ -191,7 +196,8 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
 def plot_place_answers(
     truths: Sequence[str], answers: Sequence[str], places: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw how often each true location (row) gets each answer (column); the last column counts all other answers.
+    """Draw how often each true location (row) gets each answer (column);
+    the last column counts all other answers.
 
     The diagonal is correct. places: the names in order.
     """

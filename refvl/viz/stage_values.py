@@ -1,4 +1,6 @@
-"""The results of each stage of a run, as HTML figures: shapes, some numbers, a small image. Nothing is computed here.
+"""The results of each stage of a run, as HTML figures: shapes, some numbers, a small image.
+
+Nothing is computed here.
 
 values          a stage of a `Journey` -> its figures
 first_picture   the image of the question, for the top of the page
@@ -56,7 +58,9 @@ def values(journey: Journey, stage: str) -> list[str]:
 
 
 def first_picture(journey: Journey) -> str:
-    """Return a thumbnail of the request's first image, or of the middle frame of its first video."""
+    """Return a thumbnail of the request's first image,
+    or of the middle frame of its first video.
+    """
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
@@ -81,7 +85,9 @@ def _medium(medium: Any, number: int) -> str:
 
 
 def _patches(item: Any) -> Iterator[str]:
-    """Return the rows of an item in the tower's order, and the location on its grid from which each was cut."""
+    """Return the rows of an item in the tower's order,
+    and the location on its grid from which each was cut.
+    """
     rows = item.pixel_values.float().cpu()
     layout = f"<b>layout</b> {html.escape(layout_text(item.layout))}"
     tiles = draw.as_tiles(rows)
@@ -136,7 +142,9 @@ def _cut(tiles: np.ndarray, item: Any) -> str:
 
 
 def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]:
-    """Return every tensor of the metadata, nested ones too, and the angles from its positions and frequencies."""
+    """Return every tensor of the metadata, nested ones too,
+    and the angles from its positions and frequencies.
+    """
     if not is_dataclass(planned):
         return
     found = {field.name: getattr(planned, field.name) for field in fields(planned)}

@@ -28,10 +28,11 @@ RATIOS = ((1, 1), (4, 3), (16, 9), (5, 1))  # width : height
 def plot_crops(
     image, config: CropConfig = RELEASED, *, crop_tokens: int = 81, image_tokens: int = 169, ax=None
 ) -> np.ndarray:
-    """Draw the canvas with its numbered windows (left), and the overview as the encoder sees it (right).
+    """Draw the canvas with its numbered windows (left),
+    and the overview as the encoder sees it (right).
 
-    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop and of an overview. ax:
-    two Axes, or None. Returns both.
+    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop and
+    of an overview. ax: two Axes, or None. Returns both.
     """
     picture = load_image(image)
     overview, _, plan = cut_crops(picture, config)
@@ -94,7 +95,9 @@ def plot_crop_prompt(
 
 
 def plot_crop_tokens(config: CropConfig = RELEASED, *, ax: Axes | None = None) -> Axes:
-    """Plot the prompt tokens of an image against its long side, one line per aspect ratio of `RATIOS`."""
+    """Plot the prompt tokens of an image against its long side,
+    one line per aspect ratio of `RATIOS`.
+    """
     ax = axes_or_new(ax, figsize=(8, 4))
     sides = np.arange(10, 4001, 10)
     cost = {"crop_tokens": config.crop_tokens, "image_tokens": config.image_tokens}
@@ -116,8 +119,9 @@ def plot_path_timeline(
 ) -> Axes:
     """Draw one lane per path, with its replays in order, each as long as the tokens it computes.
 
-    path_tokens: output tokens of each image on each path. batches: `EncoderGraphManager.last_batches`. Images are
-    numbered and keep their colour on both lanes; hatched: padding; dashed: eager, because no graph was large enough.
+    path_tokens: output tokens of each image on each path. batches:
+    `EncoderGraphManager.last_batches`. Images are numbered and keep their colour on both lanes;
+    hatched: padding; dashed: eager, because no graph was large enough.
     """
     paths = list(dict.fromkeys(path for tokens in path_tokens for path in tokens))
     ax, colors = axes_or_new(ax, figsize=(10, 0.7 * len(paths) + 1.2)), sequence_colors(len(path_tokens))

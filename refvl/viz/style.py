@@ -47,7 +47,8 @@ HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
-    """Make a notebook's inline figures light and sharp, in `STAGE_COLORS`, and give them alt text: `as_output`.
+    """Make a notebook's inline figures light and sharp, in `STAGE_COLORS`, and give them alt text:
+    `as_output`.
 
     dpi: page pixels per inch of the figure. heavy: as in `as_output`.
     """
@@ -62,10 +63,11 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
 
 
 def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
-    """Return a figure as data and metadata of a notebook's output: alt text, and its width on the page.
+    """Return a figure as data and metadata of a notebook's output: alt text,
+    and its width on the page.
 
-    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice the pixels of its size
-    on the page, or only as many if it would exceed `heavy` bytes.
+    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice
+    the pixels of its size on the page, or only as many if it would exceed `heavy` bytes.
     """
     sharp = _rendered(figure, 2 * figure.dpi)
     for times, quality in ((2, 55), (1, 72)):
@@ -79,7 +81,8 @@ def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, b
 
 
 def describe_figure(figure: Figure) -> str:
-    """Describe a figure in words, for readers who do not see it: its label, or titles, axes and legends by panel.
+    """Describe a figure in words, for readers who do not see it: its label, or titles,
+    axes and legends by panel.
 
     `figure.set_label` sets a better sentence if there is one.
     """
@@ -150,6 +153,8 @@ def filled(template: Path, **parts: str) -> str:
 
 
 def ink_on(color) -> str:
-    """Return black or white, whichever has more contrast on `color` (relative luminance as in WCAG 2)."""
+    """Return black or white, whichever has more contrast on `color` (relative luminance as in WCAG
+    2).
+    """
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 else "white"

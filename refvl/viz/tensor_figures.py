@@ -34,8 +34,8 @@ HEAT_ROWS, HEAT_COLUMNS = 48, 120
 def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] = ()) -> str:
     """Return a tensor's name, shape, type and numbers, with a drawing.
 
-    Cumulative lengths become segments, a permutation an order (on the grid of `merged` (t, h, w) tokens if it has as
-    many), other tensors a heat map.
+    Cumulative lengths become segments, a permutation an order (on the grid of `merged` (t, h, w)
+    tokens if it has as many), other tensors a heat map.
     """
     x = x.detach().cpu()
     caption = facts(name, x)
@@ -129,7 +129,9 @@ def in_words(numbers_HW: Tensor) -> str:
 
 
 def heat(x: Tensor, alt: str) -> str:
-    """Draw a 2-D tensor as coloured cells; a large tensor is reduced to evenly spaced rows and columns."""
+    """Draw a 2-D tensor as coloured cells; a large tensor is reduced to evenly spaced rows and
+    columns.
+    """
     x = x.float()[spread(x.shape[0], HEAT_ROWS)][:, spread(x.shape[1], HEAT_COLUMNS)].nan_to_num()
     low, high = x.min(), x.max()
     start, stop = SEQUENCE_RANGES["light"]
@@ -157,7 +159,9 @@ def picture(pixels: np.ndarray, alt: str, *, width: int | None = None, height: i
 
 
 def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
-    """Return rows (N, 3 * frames * P * P) as (N, P, P, 3) uint8, the first frame stretched to 0 ... 255; else None."""
+    """Return rows (N, 3 * frames * P * P) as (N, P, P, 3) uint8,
+    the first frame stretched to 0 ... 255; else None.
+    """
     for frames in (1, 2):
         side = isqrt(rows_NK.shape[1] // (3 * frames))
         if len(rows_NK) and rows_NK.shape[1] == 3 * frames * side**2:
@@ -168,7 +172,9 @@ def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
 
 
 def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
-    """Arrange (N, height, width, 3) as one image with an alpha channel: transparent gaps, `across` tiles per line."""
+    """Arrange (N, height, width, 3) as one image with an alpha channel: transparent gaps,
+    `across` tiles per line.
+    """
     count, h, w, _ = tiles.shape
     down = -(-count // across)
     sheet = np.zeros((down * (h + gap) - gap, min(across, count) * (w + gap) - gap, 4), np.uint8)
@@ -180,7 +186,9 @@ def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
 
 
 def address(pixels: np.ndarray) -> str:
-    """Return an image as the `data:` URL of a WebP, which is lossy if the image is large and has many colours."""
+    """Return an image as the `data:` URL of a WebP,
+    which is lossy if the image is large and has many colours.
+    """
     colors = np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)
     is_photo = pixels.shape[0] * pixels.shape[1] > 20_000 and len(colors) > 256
     buffer = io.BytesIO()
@@ -189,13 +197,18 @@ def address(pixels: np.ndarray) -> str:
 
 
 def svg(kind: str, label: str, width: int, height: int, inside: str) -> str:
-    """Return a drawing with words for readers who do not see it. kind: its class in the style sheet."""
+    """Return a drawing with words for readers who do not see it.
+
+    kind: its class in the style sheet.
+    """
     size = f'viewBox="0 0 {width} {height}" width="{min(width, WIDE)}"'
     return f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}" {size}>{inside}</svg>'
 
 
 def small(image: Image.Image, side: int) -> np.ndarray:
-    """Shrink an image to (height, width, 3) uint8 of at most `side` pixels along the longer side."""
+    """Shrink an image to (height, width, 3) uint8 of at most `side` pixels along the longer
+    side.
+    """
     copy = image.convert("RGB")
     copy.thumbnail((side, side))
     return np.asarray(copy)

@@ -45,7 +45,10 @@ def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axe
 
 
 def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw curves on logarithmic axes, where the slope is the exponent. rows: of one measurement, with the same `x`."""
+    """Draw curves on logarithmic axes, where the slope is the exponent.
+
+    rows: of one measurement, with the same `x`.
+    """
     ax = axes_or_new(ax)
     for row, color in zip(rows, STAGE_COLORS, strict=False):
         xs, ms = [point["x"] for point in row["points"]], [point["ms"] for point in row["points"]]
@@ -59,8 +62,8 @@ def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes
 def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
     """Draw a roofline.
 
-    measured: the `peaks` of a machine and its `towers`; each tower has `operations`, `bytes` and a time per dtype. In
-    float32, the faster kernel of linear layers is shown.
+    measured: the `peaks` of a machine and its `towers`; each tower has `operations`, `bytes` and a
+    time per dtype. In float32, the faster kernel of linear layers is shown.
     """
     ax, peaks = axes_or_new(ax, figsize=(8, 4.5)), measured["peaks"]
     intensity = np.geomspace(1, 1e3, 200)
@@ -83,19 +86,20 @@ def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw estimates. rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
+    """Draw estimates.
+
+    rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
 
     The first two follow each other on the device; launches run in parallel, on the host.
     """
     ax = axes_or_new(ax, figsize=(8, 3.8))
     places, width = np.arange(len(rows)), 0.38
     products, traffic, launches = ([row[name] for row in rows] for name in ("products", "traffic", "launches"))
-    ax.bar(places - width / 2, products, width, color=STAGE_COLORS[0], label="device: matmuls, attention")
-    ax.bar(
-        places - width / 2, traffic, width, bottom=products, color=STAGE_COLORS[0], alpha=0.4,
-        label="device: memory traffic of all other kernels",
-    )  # fmt: skip
-    ax.bar(places + width / 2, launches, width, color=STAGE_COLORS[1], label="host: launches of an eager run")
+    device, host = STAGE_COLORS[:2]
+    ax.bar(places - width / 2, products, width, color=device, label="device: matmuls, attention")
+    others = {"alpha": 0.4, "label": "device: memory traffic of all other kernels"}
+    ax.bar(places - width / 2, traffic, width, bottom=products, color=device, **others)
+    ax.bar(places + width / 2, launches, width, color=host, label="host: launches of an eager run")
     ax.set_xticks(places, [f"{row['px']} px" for row in rows])
     ax.set(ylabel="milliseconds, estimated", title="estimates, not measured")
     ax.legend(fontsize=8, frameon=False)

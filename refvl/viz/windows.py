@@ -21,9 +21,9 @@ def plot_windows(
 ) -> Axes:
     """Draw the resized image with its windows in the order of the sequence.
 
-    image: anything `load_image` accepts. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
-    into each merged token its index in window order, if the token is large enough.
-    Raises ValueError for other values of numbers.
+    image: anything `load_image` accepts. window_size: pixels. numbers: "windows" numbers the
+    windows; "tokens" writes into each merged token its index in window order, if the token is large
+    enough. Raises ValueError for other values of numbers.
     """
     if numbers not in ("windows", "tokens"):
         raise ValueError(f"numbers: expected 'windows' or 'tokens', got {numbers!r}")
@@ -74,10 +74,12 @@ def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float
 def plot_window_permutation(
     window_index: Tensor, cu_window_seqlens: Tensor, *, spatial_merge_size: int = 2, ax: Axes | None = None
 ) -> Axes:
-    """Draw row-major order above window order, and where each merged token goes; for up to about 50 tokens.
+    """Draw row-major order above window order, and where each merged token goes;
+    for up to about 50 tokens.
 
-    window_index (M,), cu_window_seqlens (W + 1,) in patches: the result of `get_window_index`. The borders between the
-    windows show their cumulative lengths. Raises ValueError for an index of a shape other than (M,).
+    window_index (M,), cu_window_seqlens (W + 1,) in patches: the result of `get_window_index`. The
+    borders between the windows show their cumulative lengths. Raises ValueError for an index of a
+    shape other than (M,).
     """
     check_shape(window_index, ("M",), "window_index")
     count, block = len(window_index), spatial_merge_size**2
@@ -102,11 +104,12 @@ def plot_window_permutation(
 def plot_attention_segments(
     cu_seqlens: Tensor, token_order: Tensor | None = None, *, name: str = "token", ax: Axes | None = None
 ) -> Axes:
-    """Draw which tokens attend to which: coloured if two tokens share a segment, grey if they do not.
+    """Draw which tokens attend to which: coloured if two tokens share a segment,
+    grey if they do not.
 
-    cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation of the segments
-    (`window_index`), to draw the mask in row-major order; None draws it in the order of the segments.
-    Raises ValueError for cu_seqlens of any other shape.
+    cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation of the
+    segments (`window_index`), to draw the mask in row-major order; None draws it in the order of
+    the segments. Raises ValueError for cu_seqlens of any other shape.
     """
     check_shape(cu_seqlens, ("segments + 1",), "cu_seqlens")
     segment = segment_numbers(cu_seqlens)

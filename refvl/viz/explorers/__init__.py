@@ -1,8 +1,10 @@
-"""Explorers: Python computes a table, and a plain ES module draws it, in Jupyter or on a page without a kernel.
+"""Explorers: Python computes a table, and a plain ES module draws it,
+in Jupyter or on a page without a kernel.
 
 Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` are the example:
 
-1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers that refvl's functions compute:
+1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers that refvl's
+functions compute:
 
        class NameExplorer(Explorer):
            _esm = module("NAME")
@@ -25,18 +27,20 @@ Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` 
    `row(index)` and draws from `shared`. `fill` replaces the table later. The public function is `explore_NAME(...)` in
    `refvl/viz/explore.py`, which `refvl.viz` imports on first use, so figures do not need anywidget.
 
-2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the helpers.
+2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the
+helpers.
 
 3. A table in `words.toml`: what its page is called, asks, explains, and concludes.
 
-4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page and for the tests.
+4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page
+and for the tests.
 
 5. An oracle in `tests/explorer_oracles.py`, unless each entry of a row is one call of refvl.
 
-After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name) and
-`explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the reader's choices. Setting
-`index` or `selected` changes the view.
-`page(explorer)` returns the explorer as a single HTML file that needs neither kernel nor network.
+After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name)
+and `explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the
+reader's choices. Setting `index` or `selected` changes the view. `page(explorer)` returns the
+explorer as a single HTML file that needs neither kernel nor network.
 """
 
 try:

@@ -1,4 +1,6 @@
-"""Assignment: images of many sizes arrive, one of two rules assigns them to devices, and all wait for the slowest."""
+"""Assignment: images of many sizes arrive, one of two rules assigns them to devices,
+and all wait for the slowest.
+"""
 
 from collections.abc import Sequence
 from itertools import islice

@@ -1,4 +1,6 @@
-"""Where the model looks: the attention of each new token to the prompt, and of each patch to the image."""
+"""Where the model looks: the attention of each new token to the prompt,
+and of each patch to the image.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ RARE = ("token", "block", "tower_head")
 
 
 class AttentionExplorer(WatchedExplorer):
-    """The explorer of attention: that of the answer to the image, and that of each patch in the tower, by head.
+    """The explorer of attention: that of the answer to the image,
+    and that of each patch in the tower, by head.
 
     Items are patches, numbered like the rows of the tower's input.
     """

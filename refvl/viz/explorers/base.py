@@ -1,4 +1,6 @@
-"""The base of all explorers: states, a table that is sent to the browser, and an image for use without scripts."""
+"""The base of all explorers: states, a table that is sent to the browser,
+and an image for use without scripts.
+"""
 
 import base64
 import io
@@ -26,7 +28,9 @@ FOLDER = Path(__file__).parent
 
 
 def palette() -> dict[str, dict]:
-    """Return the colours of each theme, including a ramp of 32 colours for sequences, from first to last."""
+    """Return the colours of each theme, including a ramp of 32 colours for sequences,
+    from first to last.
+    """
     ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
     return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
 
@@ -39,13 +43,17 @@ def module(name: str) -> str:
 
 
 def words(name: str) -> dict[str, str]:
-    """Return what an explorer's page says, by part, from `words.toml`; nothing for a name without a table."""
+    """Return what an explorer's page says, by part, from `words.toml`;
+    nothing for a name without a table.
+    """
     table = tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8")).get(name, {})
     return {part: " ".join(text.split()) for part, text in table.items()}
 
 
 def photo(image, *, side: int = 400) -> str:
-    """Return an image as a `data:` URL for the table: a WebP whose longer side has at most `side` pixels."""
+    """Return an image as a `data:` URL for the table:
+    a WebP whose longer side has at most `side` pixels.
+    """
     picture = load_image(image).convert("RGB")
     picture.thumbnail((side, side))
     buffer = io.BytesIO()
@@ -55,10 +63,12 @@ def photo(image, *, side: int = 400) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
+    """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`),
+    over a list of options.
 
-    options: numbers or strings, in order, without repetition. label: the text before the control, with the unit.
-    plays: the text on the button of a player, which says what will move. rare: whether the control is folded away.
+    options: numbers or strings, in order, without repetition. label: the text before the control,
+    with the unit. plays: the text on the button of a player, which says what will move. rare:
+    whether the control is folded away.
     """
 
     name: str
@@ -73,10 +83,10 @@ class Explorer(anywidget.AnyWidget):
     """A table of states and a script that draws it; see `refvl.viz.explorers` for how to write one.
 
     index: the current state. selected: the item that the reader chose, -1 for none; each subclass
-    defines its items.
-    The reader and Python can set both. Raises ValueError if there is not one row per state, or `start` is not a state.
-    title, asks, terms, action, takeaway: what its page says, from `words.toml`: the question that it asks, an
-    explanation of the terms, something to try, and the conclusion.
+    defines its items. The reader and Python can set both. Raises ValueError if there is not one row
+    per state, or `start` is not a state. title, asks, terms, action, takeaway: what its page says,
+    from `words.toml`: the question that it asks, an explanation of the terms, something to try, and
+    the conclusion.
     """
 
     title = asks = terms = action = takeaway = "Explorer"
@@ -97,7 +107,7 @@ class Explorer(anywidget.AnyWidget):
         super().__init__(palette=palette(), name=self.title)
         self.fill(controls, rows, **table)
 
-    def fill(self, controls, rows=(), *, shared=None, states=None, start=None) -> None:
+    def fill(self, controls, rows=(), *, shared=None, states=None, start=None, selected=-1) -> None:
         """Replace the table and redraw the explorer; the arguments are those of the class.
 
         rows: one per state in order, or a dict of state -> row, whose keys are the `states`.
@@ -116,7 +126,7 @@ class Explorer(anywidget.AnyWidget):
         places = [[option.index(value) for option, value in zip(offered, state, strict=True)] for state in every]
         self._states, self._rows, self._shared = every, list(rows), dict(shared or {})
         with self.hold_sync(), self.hold_trait_notifications():
-            self.selected, self.index = -1, every.index(start)
+            self.selected, self.index = selected, every.index(start)
             self.controls = [asdict(c) | {"options": o} for c, o in zip(controls, offered, strict=True)]
             self.table = packed | {
                 "arrays": table.arrays(), "data": table.data(), "states": None if states is None else places
@@ -156,7 +166,9 @@ class Explorer(anywidget.AnyWidget):
         return f"{self.title}: " + ", ".join(f"{c['label']} {self.options[c['name']]}" for c in self.controls) + "."
 
     def _repr_mimebundle_(self, **kwargs):
-        """Return the widget, a figure for front ends that cannot run it, and a text for those without images."""
+        """Return the widget, a figure for front ends that cannot run it,
+        and a text for those without images.
+        """
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         figure = self.figure()
         picture = base64.b64encode(png_of(figure)).decode()
@@ -166,7 +178,9 @@ class Explorer(anywidget.AnyWidget):
 
 
 class Packed:
-    """Nested values for the browser: arrays become {"array": number}; equal arrays are stored once and compressed."""
+    """Nested values for the browser: arrays become {"array": number};
+    equal arrays are stored once and compressed.
+    """
 
     def __init__(self):
         self._arrays: dict[tuple, int] = {}  # maps (dtype, shape, bytes) to the number of the array
@@ -193,7 +207,9 @@ class Packed:
 
 
 def _dtype(value: np.ndarray) -> str:
-    """Return the smallest dtype of a JavaScript typed array that fits the values; floats become float32."""
+    """Return the smallest dtype of a JavaScript typed array that fits the values;
+    floats become float32.
+    """
     if value.dtype.kind == "f":
         return "<f4"
     low, high = (int(value.min()), int(value.max())) if value.size else (0, 0)

@@ -21,7 +21,10 @@ START = (1344, 112)
 
 
 class CostsExplorer(Explorer):
-    """The explorer of costs. Operations are multiplications plus additions; items are windows, in reading order."""
+    """The explorer of costs.
+
+    Operations are multiplications plus additions; items are windows, in reading order.
+    """
 
     _esm = module("costs")
 
@@ -45,7 +48,9 @@ class CostsExplorer(Explorer):
         self.selected = (across // 3) * across + across // 2
 
     def _row(self, side: int, full: int, window: int) -> dict:
-        """Return a state's data. curves (3, sides): operations with full attention in none, `full`, and all blocks."""
+        """Return a state's data. curves (3, sides): operations with full attention in none, `full`,
+        and all blocks.
+        """
         counted = {s: count_operations(self.config, s, window) for s in SIDES}
         rest, linear, windowed, whole = counted[side]
         return {
@@ -81,7 +86,9 @@ class CostsExplorer(Explorer):
 
 @cache  # states share sizes and windows
 def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tuple[int, int, int, int]:
-    """Return four counts of operations: outside the blocks, and a block's matrices, windowed and full attention."""
+    """Return four counts of operations: outside the blocks, and a block's matrices,
+    windowed and full attention.
+    """
     grid = (1, side // config.patch_size, side // config.patch_size)
     count, width = grid[1] * grid[2], config.hidden_size
     _, borders = get_window_index([grid], window_size=window, patch_size=config.patch_size)
@@ -99,6 +106,8 @@ def pairs(lengths: Sequence[int]) -> int:
 
 
 def total(counted: tuple[int, int, int, int], full: int, depth: int) -> int:
-    """Return the operations of a tower with full attention in `full` blocks and windows in the others."""
+    """Return the operations of a tower with full attention in `full` blocks and windows in the
+    others.
+    """
     rest, linear, windowed, whole = counted
     return rest + depth * linear + (depth - full) * windowed + full * whole

@@ -1,4 +1,6 @@
-"""DeepStack: features of earlier tower blocks in the text model, and its answers if some of them are left out."""
+"""DeepStack: features of earlier tower blocks in the text model,
+and its answers if some of them are left out.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -65,7 +67,9 @@ class DeepstackExplorer(Explorer):
         self.selected = int(shown[0]["norms"][1:].sum(0).argmax())  # the token to which most is added
 
     def answer(self, asked: Asked, kept: tuple[bool, ...]) -> tuple[str, Tensor]:
-        """Return the answer with only the `kept` features, and (V,) probabilities of its first token."""
+        """Return the answer with only the `kept` features,
+        and (V,) probabilities of its first token.
+        """
         run, model = asked.trace, self.model
         factors = run.deepstack.new_tensor(kept).repeat_interleave(self.width)
         changed = replace(run, deepstack=run.deepstack * factors)
@@ -78,7 +82,9 @@ class DeepstackExplorer(Explorer):
         return text, logits[0, -1].float().softmax(-1).cpu()
 
     def _shown(self, asked: Asked, likely: Tensor) -> dict[str, Any]:
-        """Return the data shared by a question's states. norms (1 + k, M): of each token's embedding and features."""
+        """Return the data shared by a question's states. norms (1 + k, M):
+        of each token's embedding and features.
+        """
         encoder: Any = self.model.encoder
         main, deeper = encoder.split(asked.trace.embeds[0])
         tokenizer = self.model.processor.tokenizer

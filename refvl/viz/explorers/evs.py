@@ -1,4 +1,6 @@
-"""EVS with the answer: the video tokens kept at every pruning rate, their positions, and the model's answer."""
+"""EVS with the answer: the video tokens kept at every pruning rate, their positions,
+and the model's answer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +23,10 @@ WORDS = 4  # first words of an answer whose probabilities are drawn
 
 
 class EvsExplorer(Explorer):
-    """The explorer of videos at every pruning rate that changes the result. Items are tokens, in row-major order."""
+    """The explorer of videos at every pruning rate that changes the result.
+
+    Items are tokens, in row-major order.
+    """
 
     _esm = module("evs")
 
@@ -39,7 +44,9 @@ class EvsExplorer(Explorer):
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """Return the last token that is kept; after the first step, tokens are kept because they changed."""
+        """Return the last token that is kept; after the first step,
+        tokens are kept because they changed.
+        """
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()
@@ -102,7 +109,9 @@ def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) 
 
 
 def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
-    """Return a video with the answer to one question at every rate, and the probabilities of the first word."""
+    """Return a video with the answer to one question at every rate,
+    and the probabilities of the first word.
+    """
     [video] = model.processor.decode(model.processor.messages("", (), [clip]))
     full = model.trace(prompt, videos=[video], hidden_states=True)
     thw, firsts = full.patches[0].media_tokens.thw, {}

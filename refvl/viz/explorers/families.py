@@ -12,7 +12,9 @@ DEVICE = "H100"  # the times are computed for its peak
 
 
 class FamiliesExplorer(Explorer):
-    """The explorer of families, which are its items; those without video support have no row for videos."""
+    """The explorer of families, which are its items;
+    those without video support have no row for videos.
+    """
 
     _esm = module("families")
 

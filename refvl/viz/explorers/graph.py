@@ -1,4 +1,6 @@
-"""Graph step-through: the recorded operations of a tower, the buffers they read, and the effect of a stale buffer."""
+"""Graph step-through: the recorded operations of a tower, the buffers they read,
+and the effect of a stale buffer.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -27,8 +29,8 @@ LEAST = 1e-3  # the smallest relative error with its own colour
 class GraphExplorer(Explorer):
     """The explorer of a Qwen2.5-VL graph that is replayed for one image and then for another.
 
-    Items are the recorded operations, in order. The embeddings of every stale replay are passed to the language model,
-    which answers the question about `image`.
+    Items are the recorded operations, in order. The embeddings of every stale replay are passed to
+    the language model, which answers the question about `image`.
     """
 
     _esm = module("graph")
@@ -59,7 +61,9 @@ class GraphExplorer(Explorer):
             self.selected = int(np.argmax(shared["reads"][:, differing.index(stale)]))
 
     def _row(self, replay: StaleReplay) -> dict:
-        """Return the error level of each operation, the (h, w) relative errors of the tokens, and the answer."""
+        """Return the error level of each operation, the (h, w) relative errors of the tokens,
+        and the answer.
+        """
         [right], (_, h, w) = self.run.embeds, self.run.patches[0].media_tokens.thw
         embeds = replay.outputs[: h * w]
         answer, probability = _answer(self.model, self.run, embeds)
@@ -83,7 +87,9 @@ class GraphExplorer(Explorer):
 
 
 def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names: Sequence[str]) -> dict:
-    """Return the named buffers and, for every operation, its kind, its result's shape and the buffers that it reads."""
+    """Return the named buffers and, for every operation, its kind,
+    its result's shape and the buffers that it reads.
+    """
     assert isinstance(captured.graph, TraceGraph)
     operations, buffers = captured.graph.operations, {name: captured.buffers[name] for name in names}
     return {
@@ -96,7 +102,9 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
 
 
 def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
-    """Return groups of consecutive operations in one part of the tower, by name and count; `""` is the tower itself."""
+    """Return groups of consecutive operations in one part of the tower, by name and count;
+    `""` is the tower itself.
+    """
     names = {id(part): name for name, part in encoder.named_modules()}
     parts = [names[id(operation.module)].split(".") for operation in operations]
     blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
@@ -116,7 +124,9 @@ def _levels(errors: Sequence[float]) -> np.ndarray:
 
 
 def _answer(model: VLM, run: Trace, embeds: Tensor) -> tuple[str, float]:
-    """Return the model's answer with these embeddings of the image, and the probability of its first token."""
+    """Return the model's answer with these embeddings of the image,
+    and the probability of its first token.
+    """
     ids = run.full_ids[None]
     output: Any = model.generate(
         ids, image_embeds=[embeds], image_grid_thw=run.layouts, max_new_tokens=16,

@@ -1,4 +1,6 @@
-"""Launches: when the host launches each operation, and when the device runs it, in an eager run and in a replay."""
+"""Launches: when the host launches each operation, and when the device runs it,
+in an eager run and in a replay.
+"""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,7 +16,10 @@ COUNT = 12  # operations
 
 
 class LaunchesExplorer(Explorer):
-    """The explorer of launches. Item i is operation i. Times are computed, not measured; a replay is one launch."""
+    """The explorer of launches.
+
+    Item i is operation i. Times are computed, not measured; a replay is one launch.
+    """
 
     _esm = module("launches")
 
@@ -27,7 +32,9 @@ class LaunchesExplorer(Explorer):
         super().__init__(controls, rows, start=(4, 3))
 
     def _row(self, launch: float, operation: float) -> dict:
-        """Return the (operations, 2) starts and ends of launches and operations, in µs, and the device's idle share."""
+        """Return the (operations, 2) starts and ends of launches and operations, in µs,
+        and the device's idle share.
+        """
         durations = [operation] * COUNT
         eager = np.array(launch_timeline(durations, launch), dtype=float)
         return {

@@ -20,9 +20,12 @@ QUERY = {"t": 4, "h": 6, "w": 6}
 
 
 class MropeExplorer(Explorer):
-    """The explorer of M-RoPE. Query and key are the same vector, so their score depends only on their positions.
+    """The explorer of M-RoPE.
 
-    The query is fixed; the key moves. Items are rotary pairs, the fastest first. The score is 1 if no pair is rotated.
+    Query and key are the same vector, so their score depends only on their positions.
+
+    The query is fixed; the key moves. Items are rotary pairs, the fastest first. The score is 1 if
+    no pair is rotated.
     """
 
     _esm = module("mrope")
@@ -44,11 +47,13 @@ class MropeExplorer(Explorer):
                 [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
             ],
         }
-        super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9))
-        self.selected = 5  # the second pair of w
+        start = ("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9)
+        super().__init__(controls, shared=shared, start=start, selected=5)  # the second pair of w
 
     def row(self, index: int) -> dict:
-        """Return axis, cos and sin (pairs,) of the key's pairs, each axis's share of the score, and the score."""
+        """Return axis, cos and sin (pairs,) of the key's pairs, each axis's share of the score,
+        and the score.
+        """
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)
         planes = torch.arange(len(self.axes[name]))
@@ -90,7 +95,8 @@ class MropeExplorer(Explorer):
 def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin, (positions, pairs), of every rotary pair of a head at every position.
 
-    A tower head of twice the width rotates half of its pairs by row, so a column of patches has these angles.
+    A tower head of twice the width rotates half of its pairs by row, so a column of patches has
+    these angles.
     """
     column = [(1, max(EXTENT.values()), 1)]
     cos, sin = vision_rotary_cos_sin(column, head_dim=4 * planes, spatial_merge_size=1, theta=theta)
@@ -98,7 +104,9 @@ def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def axis_scores(axes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the contribution of each axis to the score of two equal tokens at every distance, (3, distances)."""
+    """Return the contribution of each axis to the score of two equal tokens at every distance,
+    (3, distances).
+    """
     ones = torch.ones(len(cos), 1, 2 * len(axes))
     rotated = apply_rotary(ones, cos, sin)[:, 0] * apply_rotary(ones[:1], cos[:1], sin[:1])[0, 0]
     planes = rotated.unflatten(1, (2, len(axes))).sum(1) / (2 * len(axes))  # (distances, pairs)

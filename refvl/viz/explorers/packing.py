@@ -1,4 +1,6 @@
-"""Packing player: images arrive one by one and share replays of captured graphs; padding fills the unused part."""
+"""Packing player: images arrive one by one and share replays of captured graphs;
+padding fills the unused part.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,10 @@ def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
 
 
 class PackingExplorer(Explorer):
-    """The explorer of packing. Items are images in order of arrival. The largest of `budgets` are captured."""
+    """The explorer of packing.
+
+    Items are images in order of arrival. The largest of `budgets` are captured.
+    """
 
     _esm = module("packing")
 
@@ -68,23 +73,26 @@ class PackingExplorer(Explorer):
         )  # fmt: skip
 
     def _row(self, state: tuple) -> dict:
-        """Return the captured budgets, and the items and the budget of each batch; an eager batch has budget 0.
+        """Return the captured budgets, and the items and the budget of each batch;
+        an eager batch has budget 0.
 
         wastes: the share of padding with 1, 2, ... captured graphs.
         """
         name, graphs, arrived, policy = state
         by_graphs = [self.batches((name, i + 1, arrived, policy)) for i in range(len(self.budgets))]
+        batches = by_graphs[graphs - 1]
+        replays = [{"items": b.indices, "tokens": b.tokens, "budget": b.budget or 0} for b in batches]
         return {
             "tokens": self.arrivals[name][:arrived],
             "budgets": self.budgets[-graphs:],
-            "replays": [
-                {"items": b.indices, "tokens": b.tokens, "budget": b.budget or 0} for b in by_graphs[graphs - 1]
-            ],
+            "replays": replays,
             "wastes": [round(padding_waste(each), 4) for each in by_graphs],
         }
 
     def _middle(self, rows: Mapping) -> tuple:
-        """Return the initial state: all graphs but one, some images still to come, and policies that differ."""
+        """Return the initial state: all graphs but one, some images still to come,
+        and policies that differ.
+        """
         name, graphs = next(iter(self.arrivals)), max(1, len(self.budgets) - 1)
         last = len(self.arrivals[name])
         best = [s for s in rows if s[:2] == (name, graphs) and s[3] != "greedy" and 1 < s[2] < last] or list(rows)

@@ -14,7 +14,10 @@ _IDS = count()
 
 
 def page(explorer: Explorer, *, foot: str = "") -> str:
-    """Return the explorer as one HTML file, with a policy against loading anything else. foot: HTML for its end."""
+    """Return the explorer as one HTML file, with a policy against loading anything else.
+
+    foot: HTML for its end.
+    """
     [entry] = Widget.get_manager_state(widgets=[explorer])["state"].values()
     body = host(entry, text=explorer.describe(), keep=True)
     words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "terms", "action", "takeaway")}
@@ -24,7 +27,8 @@ def page(explorer: Explorer, *, foot: str = "") -> str:
 def host(entry: Mapping, *, text: str = "", keep: bool = False) -> str:
     """Return HTML that runs a widget's saved state, as stored in notebooks.
 
-    text: shown if scripts are off. keep: whether the address stores the state, so a link can restore it.
+    text: shown if scripts are off. keep: whether the address stores the state, so a link can
+    restore it.
     """
     state = {key: value for key, value in entry["state"].items() if not str(value).startswith("IPY_MODEL_")}
     content = json.dumps({"state": state, "buffers": entry.get("buffers", [])}, separators=(",", ":"))

@@ -1,4 +1,6 @@
-"""Positions: a real prompt with an image and a video, its three rows of positions, and those of released software."""
+"""Positions: a real prompt with an image and a video, its three rows of positions,
+and those of released software.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +113,11 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """Return our row and one row for each convention that differs from ours; if several agree, only the first.
+        """Return our row and one row for each convention that differs from ours; if several agree,
+        only the first.
 
-        All conventions are about videos without text between the frames. If text separates frames, vLLM continues after
-        the largest position, as we do.
+        All conventions are about videos without text between the frames. If text separates frames,
+        vLLM continues after the largest position, as we do.
         """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
@@ -128,7 +131,9 @@ class PositionsExplorer(Explorer):
         return rows
 
     def _words(self, prompt: Prompt, family: str) -> Tensor:
-        """Return the index of each token's text in `shared["words"]`, (L,); equal placeholders have the same text."""
+        """Return the index of each token's text in `shared["words"]`, (L,);
+        equal placeholders have the same text.
+        """
         tokenizer = self.processors[family].tokenizer
         known = {int(i): tokenizer.decode([int(i)]) for i in prompt.ids.unique()}
         return torch.tensor([self.words.setdefault(known[int(i)], len(self.words)) for i in prompt.ids])
@@ -163,7 +168,9 @@ def _pixels(size: tuple[int, int], processor: ChatProcessor) -> tuple[int, int]:
 
 
 def _places(prompt: Prompt) -> dict[str, Tensor]:
-    """Return kinds (L,), 0 text, 1 image, 2 video; places (L, 3), step, row and column; the item's extents (L, 3)."""
+    """Return kinds (L,), 0 text, 1 image, 2 video; places (L, 3), step, row and column;
+    the item's extents (L, 3).
+    """
     count = len(prompt.ids)
     kinds, places, extents = torch.zeros(count), torch.zeros(count, 3), torch.ones(count, 3)
     steps = {"image": 0, "video": 0}

@@ -1,4 +1,6 @@
-"""Four position rules: the positions of the tokens of one sliced image and one video under each rule."""
+"""Four position rules: the positions of the tokens of one sliced image and one video under each
+rule.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +53,10 @@ class Prompt:
 
 
 class PositionRulesExplorer(Explorer):
-    """The explorer of position rules. Items are the tokens of the overview, the slices and the frames."""
+    """The explorer of position rules.
+
+    Items are the tokens of the overview, the slices and the frames.
+    """
 
     _esm = module("rules")
 
@@ -70,11 +75,11 @@ class PositionRulesExplorer(Explorer):
             "rules": list(RULES), "says": list(RULES.values()),
         }  # fmt: skip
         rows = [self.compared(*state) for state in states]
-        super().__init__(controls, rows, shared=shared, start=(4, 2, "nothing"))
-        self.selected = 30  # in the last slice
+        super().__init__(controls, rows, shared=shared, start=(4, 2, "nothing"), selected=30)  # in the last slice
 
     def compared(self, slices: int, frames: int, pruned: str) -> dict:
-        """Return the sizes of the pieces, `kept` (items,), and for each rule all positions and the next text position.
+        """Return the sizes of the pieces, `kept` (items,),
+        and for each rule all positions and the next text position.
 
         positions (3, items) is -1 where a token is pruned; text (3, tokens).
         """
@@ -89,7 +94,9 @@ class PositionRulesExplorer(Explorer):
         }  # fmt: skip
 
     def kept(self, frames: int, q: float) -> Tensor:
-        """Prune with the pixels of the cells instead of their embeddings; return (frames * h * w,) bool."""
+        """Prune with the pixels of the cells instead of their embeddings;
+        return (frames * h * w,) bool.
+        """
         h, w = FRAME
         pixels = torch.from_numpy(np.stack([np.asarray(f) for f in self.frames[:: len(self.frames) // frames]])).float()
         cells = pixels.unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3).flatten(3).flatten(0, 2)
@@ -136,7 +143,9 @@ def prompt_of(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames:
 
 
 def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: int, kept: Tensor) -> dict:
-    """Return `positions` (3, items), `text` (3, other tokens), and `end`, the position of the next text token."""
+    """Return `positions` (3, items), `text` (3, other tokens), and `end`,
+    the position of the next text token.
+    """
     prompt = prompt_of(rule, sizes, columns, frames)
     media = torch.cat([s.offset + torch.arange(s.num_tokens) for s in prompt.spans])
     stays = torch.ones(len(prompt.ids), dtype=torch.bool)
@@ -157,7 +166,9 @@ def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: in
 
 
 def draw_map(ax: Axes, found: dict, sizes: Sequence[tuple[int, int]], rule: str) -> None:
-    """Draw h and w of all tokens under one rule; those of the overview are larger, because slices may cover them."""
+    """Draw h and w of all tokens under one rule; those of the overview are larger,
+    because slices may cover them.
+    """
     overview, image = sizes[0][0] * sizes[0][1], sum(h * w for h, w in sizes)
     positions = found["positions"]
     parts = {

@@ -1,6 +1,8 @@
-"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size, and what the queries read from it."""
+"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size,
+and what the queries read from it.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +28,10 @@ STEP, LONGEST = 8, 4096  # px: the sizes that are tried
 class SlicesExplorer(Explorer):
     """The explorer of a photo at each size from which MiniCPM-V or Step3-VL cuts it in a new way.
 
-    Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by a whole factor.
-    Its queries read the photo, scaled down by that factor and cut the same way. For `question`, the model cuts
-    at most as many slices as its own config allows. After the queries come MiniCPM-V's overview and slices, and
-    Step3-VL's overview and crops.
+    Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by
+    a whole factor. Its queries read the photo, scaled down by that factor and cut the same way. For
+    `question`, the model cuts at most as many slices as its own config allows. After the queries
+    come MiniCPM-V's overview and slices, and Step3-VL's overview and crops.
     """
 
     _esm = module("slices")
@@ -59,7 +61,9 @@ class SlicesExplorer(Explorer):
         return self.model.encoder.config.query_num if self.model else 0
 
     def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
-        """Return both families' cuts of a photo of `size` (width, height), and its tokens in both prompts."""
+        """Return both families' cuts of a photo of `size` (width, height),
+        and its tokens in both prompts.
+        """
         slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
         columns, rows = slices.grid or (0, 0)
         of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
@@ -78,7 +82,8 @@ class SlicesExplorer(Explorer):
         }  # fmt: skip
 
     def read(self, size: tuple[int, int]) -> dict:
-        """Return each query's attention to every patch of the overview and the slices, and the model's answer.
+        """Return each query's attention to every patch of the overview and the slices,
+        and the model's answer.
 
         heat: (slices, queries, h, w) the mean over heads in 255 steps of the largest value.
         """
@@ -99,9 +104,8 @@ class SlicesExplorer(Explorer):
         stretched = fit(self.image, tuple(row["size"])).resize(row["size"])
         figure, axes = plt.subplots(2, 2, figsize=(6.4, 4.8), layout="constrained", width_ratios=(2, 1))
         plot_slices(stretched, self.slices, ax=axes[0])
-        plot_crops(
-            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[1]
-        )
+        tokens = {"crop_tokens": self.crops.crop_tokens, "image_tokens": self.crops.image_tokens}
+        plot_crops(stretched, self.crops, **tokens, ax=axes[1])
         for ax in axes.flat:
             ax.title.set_size(7)
             ax.xaxis.label.set_size(7)
@@ -119,12 +123,12 @@ class SlicesExplorer(Explorer):
         )
 
 
-def distinct_sizes(
-    slices: SliceConfig, crops: CropConfig, shapes: Sequence[tuple[int, int]] = SHAPES
-) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Return, for each shape, the sizes (width, height) at which one of the families starts to cut differently."""
+def distinct_sizes(slices: SliceConfig, crops: CropConfig) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return, for each of `SHAPES`, the sizes (width, height)
+    at which one family starts to cut differently.
+    """
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for shape in shapes:
+    for shape in SHAPES:
         cut, unit = None, STEP * max(shape)
         for k in range(max(1, 64 // unit), LONGEST // unit + 1):  # from 64 px
             size = (STEP * shape[0] * k, STEP * shape[1] * k)
@@ -146,7 +150,9 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 @torch.inference_mode()
 def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """Return the queries' attention per slice, (Q, h, w): the mean over heads, which sums to 1 for each query."""
+    """Return the queries' attention per slice, (Q, h, w): the mean over heads,
+    which sums to 1 for each query.
+    """
     metadata = encoder.plan([sizes])
     weights = attention_weights(encoder.resampler, encoder.vpm.encode(rows, metadata.vision), metadata.resampler)
     return [w.mean(0).view(-1, *size).float().numpy(force=True) for w, size in zip(weights, sizes, strict=True)]

@@ -1,4 +1,6 @@
-"""Timelines: the frames that each release of GLM samples from a video, two per grid step, and the timestamps."""
+"""Timelines: the frames that each release of GLM samples from a video, two per grid step,
+and the timestamps.
+"""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,7 +20,10 @@ WORDS = {
 
 
 class TimelineExplorer(Explorer):
-    """The explorer of timelines. Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`."""
+    """The explorer of timelines.
+
+    Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`.
+    """
 
     _esm = module("timeline")
 
@@ -33,11 +38,13 @@ class TimelineExplorer(Explorer):
         ]
         shared = {"rules": [RELEASES[name] for name in VARIANTS], "words": [WORDS[name] for name in VARIANTS]}
         rows = {state: self._row(*state) for state in states}
-        super().__init__(controls, rows, shared=shared, start=(fps, duration))
-        self.selected = VARIANTS.index(variant)
+        selected = VARIANTS.index(variant)
+        super().__init__(controls, rows, shared=shared, start=(fps, duration), selected=selected)
 
     def _row(self, fps: float, duration: float) -> dict:
-        """Return the video's number of frames and, per rule, the sampled indices, two per step, and the timestamps."""
+        """Return the video's number of frames and, per rule, the sampled indices, two per step,
+        and the timestamps.
+        """
         frames = max(1, round(duration * fps))
         sampled = []
         for name in VARIANTS:

@@ -20,10 +20,11 @@ COMMON = 0.98  # share of values within the colour range; others are clipped
 
 
 class TowerExplorer(WatchedExplorer):
-    """The explorer of the states of patches: how similar they are after each block, and the token they become.
+    """The explorer of the states of patches: how similar they are after each block,
+    and the token they become.
 
-    The similarity of two states is their cosine, after the mean state of the image is subtracted. Items are patches,
-    numbered like the rows of the tower's input.
+    The similarity of two states is their cosine, after the mean state of the image is subtracted.
+    Items are patches, numbered like the rows of the tower's input.
     """
 
     _esm = module("tower")
@@ -129,12 +130,16 @@ def mean_of_the_rest(alike: Tensor, block: int) -> Tensor:
 
 
 def gained(near: Tensor, far: Tensor) -> Tensor:
-    """Return how much more the tower raises a patch's similarity to its merge block than to all others, (N,)."""
+    """Return how much more the tower raises a patch's similarity to its merge block than to all
+    others, (N,).
+    """
     return (near[-1] - far[-1]) - (near[0] - far[0])
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:
-    """Project (..., E) states to (..., 3) uint8: red, green and blue are the first three principal components."""
+    """Project (..., E) states to (..., 3) uint8: red,
+    green and blue are the first three principal components.
+    """
     all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
     mean = all_NE.mean(0)
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)

@@ -21,7 +21,10 @@ MAX_PATCHES = 400  # per image, because every patch's attention to every other o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """One answer, with its trace. Patches are in the order of the tower's rows, merge block by merge block."""
+    """One answer, with its trace.
+
+    Patches are in the order of the tower's rows, merge block by merge block.
+    """
 
     prompt: str
     picture: Image.Image
@@ -37,7 +40,9 @@ class Watched:
         return merge_block_coordinates([(1, *self.grid)], spatial_merge_size=self.merge)
 
     def segments(self, block: int) -> Tensor:
-        """Return the number of each patch's segment in a block, (N,): its window, or 0 with full attention."""
+        """Return the number of each patch's segment in a block, (N,): its window,
+        or 0 with full attention.
+        """
         numbers = torch.empty(len(self.patches), dtype=torch.int64)
         for number, (rows, _) in enumerate(self.trace.tower_attentions[block]):
             numbers[rows.cpu()] = number
@@ -45,7 +50,9 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The first patch of the token that the first new token attends to most in the last layer."""
+        """The first patch of the token that the first new token attends to most in the last
+        layer.
+        """
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
     def on_grid(self, values_N: Tensor) -> Tensor:
@@ -70,9 +77,10 @@ class WatchedExplorer(Explorer):
 
     def watch(self, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
         """Ask every question, and store the answers in `watched` by name."""
-        watched = watch_all(self.model, questions)
-        self.watched = dict(zip(questions, watched, strict=True))
-        return watched
+        if not questions:
+            raise ValueError("questions: expected at least one, got none")
+        self.watched = {name: _watch(self.model, name, *question) for name, question in questions.items()}
+        return list(self.watched.values())
 
     @property
     def first(self) -> Watched:
@@ -88,21 +96,14 @@ class WatchedExplorer(Explorer):
         raise NotImplementedError
 
 
-def watch_all(model, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
-    """Ask every question; raise ValueError for a family without grids, several images, or too many patches."""
-    if not questions:
-        raise ValueError("questions: expected at least one, got none")
-    return [_watch(model, name, *question) for name, question in questions.items()]
-
-
 def _watch(model, name: str, prompt: str, image) -> Watched:
+    """Ask a question; raise ValueError for a family without grids, or too many patches."""
     merge = getattr(model.encoder.config, "spatial_merge_size", None)
     if merge is None:
         raise ValueError(f"model: expected a family with grids of patches, got {model.family.name}")
     picture = load_image(image)
     grid = model.processor.layout_of(picture)[1:]
-    if grid[0] * grid[1] > MAX_PATCHES:
-        count = grid[0] * grid[1]
+    if (count := grid[0] * grid[1]) > MAX_PATCHES:
         raise ValueError(f"questions[{name!r}]: expected an image of at most {MAX_PATCHES} patches, got {count}")
     trace = model.trace(prompt, images=[picture], attentions=True, hidden_states=True)
     chances = probabilities(model.language_model, trace)

@@ -1,4 +1,6 @@
-"""Patches and windows: the patches of an image, their windows, the permutation, and their rotary angles."""
+"""Patches and windows: the patches of an image, their windows, the permutation,
+and their rotary angles.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +22,8 @@ HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, and columns rotate
 class WindowsExplorer(Explorer):
     """Patches, merge blocks and windows of images, at every grid of a budget up to `max_tokens`.
 
-    Items are patches, numbered like the rows of the tower's input; budgets are the smallest for each grid.
+    Items are patches, numbered like the rows of the tower's input; budgets are the smallest for
+    each grid.
     """
 
     _esm = module("windows")
@@ -52,18 +55,15 @@ class WindowsExplorer(Explorer):
         }  # fmt: skip
         rows = {state[: len(controls)]: row for state, row in found.items()}
         start = _middle(rows)
-        super().__init__(controls, rows, shared=shared, start=start)
-        self.selected = _inside(rows[start], 0.6)
+        super().__init__(controls, rows, shared=shared, start=start, selected=_inside(rows[start], 0.6))
 
     def figure(self) -> Figure:
         options, row = self.options, self.row(self.index)
+        image, config = self.images[options["photo"]], with_token_budget(self.config, options["budget"])
         if not self.windowed:
-            config, (figure, ax) = with_token_budget(self.config, options["budget"]), plt.subplots(layout="constrained")
-            plot_patches(self.images[options["photo"]], config, numbers=False, ax=ax)
-            return figure
+            return plot_patches(image, config, numbers=False, ax=plt.subplots(layout="constrained")[1]).figure
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", width_ratios=(1.2, 1))
-        config = with_token_budget(self.config, options["budget"])
-        plot_windows(self.images[options["photo"]], config, window_size=options["window"], ax=left)
+        plot_windows(image, config, window_size=options["window"], ax=left)
         plot_attention_segments(row["cu_window_seqlens"] // config.merge_size**2, ax=right)
         return figure
 
@@ -77,7 +77,9 @@ class WindowsExplorer(Explorer):
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
-    """Return the image's distinct grids (1, h, w), keyed by the smallest budget (merged tokens) that produces each."""
+    """Return the image's distinct grids (1, h, w), keyed by the smallest budget (merged tokens)
+    that produces each.
+    """
     budgets: dict[Grid, int] = {}
     for budget in range(4, max_tokens + 1):
         budgets.setdefault(plan_grid(image.height, image.width, with_token_budget(config, budget)), budget)
@@ -85,7 +87,9 @@ def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Gri
 
 
 def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
-    """Return the data to draw for each window size, but only the smallest of sizes with the same windows."""
+    """Return the data to draw for each window size,
+    but only the smallest of sizes with the same windows.
+    """
     rows: dict[tuple, tuple[int, dict]] = {}
     patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
     for size in sorted(sizes):
@@ -105,7 +109,9 @@ def _inside(row: dict, share: float) -> int:
 
 
 def _middle(states) -> tuple:
-    """Return the initial state: the first image, a quarter of the largest budget, and the released window size."""
+    """Return the initial state: the first image, a quarter of the largest budget,
+    and the released window size.
+    """
     first, largest = next(iter(states))[0], max(budget for _, budget, *_ in states)
 
     def distance(state: tuple) -> list[int]:

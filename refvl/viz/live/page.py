@@ -1,11 +1,13 @@
-"""The live page: a shipped checkpoint, the modules that run it and the page around them, in one HTML file.
+"""The live page: a shipped checkpoint, the modules that run it and the page around them,
+in one HTML file.
 
     model.safetensors   -> int8 rows with a float32 scale each, compressed, base64
     config.json         -> the sizes that `model.js` reads
     tokenizer, template -> the ids around a question, and what `tokenizer.js` needs to read one
     *.js                -> one module for the page and one for its worker
 
-`make site` writes one page per checkpoint of `LIVE`. A page loads nothing and runs without a kernel.
+`make site` writes one page per checkpoint of `LIVE`. A page loads nothing and runs without a
+kernel.
 """
 
 import base64
@@ -45,17 +47,19 @@ IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.M)
 def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping[str, str] | None = None) -> str:
     """Return the live page of a checkpoint as one HTML file that loads nothing.
 
-    checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of the other
-    checkpoints' pages. Raises ValueError for other checkpoints, FileNotFoundError without a clone of the repository.
+    checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of
+    the other checkpoints' pages. Raises ValueError for other checkpoints, FileNotFoundError without
+    a clone of the repository.
     """
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
+    numbers = sum(rows * values for _, _, rows, values in meta.values())
     data = settings(folder) | {"meta": meta, "index": index, "links": dict(links or {})}
     return filled(
         FOLDER / "page.html",
         style=style(),
         family=html.escape(LIVE[checkpoint]),
-        numbers=f"{count_numbers(meta) / 1e6:.2f} million",
+        numbers=f"{numbers / 1e6:.2f} million",
         model=source("worker"),
         app=source("app"),
         data=as_json(data),
@@ -72,7 +76,9 @@ def check_checkpoint(checkpoint: str) -> str:
 
 
 def source(name: str) -> str:
-    """Return `name`.js as one script, with every module that it imports, directly or not, before its first use."""
+    """Return `name`.js as one script, with every module that it imports, directly or not,
+    before its first use.
+    """
     written = dict[str, str]()
 
     def write(module: str) -> None:
@@ -94,7 +100,8 @@ def style() -> str:
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
     """Return all tensors as bytes, and a table {name: [offset, is int8, rows, values per row]}.
 
-    Matrices become int8 with a float32 scale per row (float32 as they are, unless `quantized`), vectors float32.
+    Matrices become int8 with a float32 scale per row (float32 as they are, unless `quantized`),
+    vectors float32.
     """
     from safetensors.torch import load_file
 
@@ -112,20 +119,19 @@ def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, li
 
 
 def as_int8(rows: np.ndarray) -> bytes:
-    """Return one float32 scale per row, followed by the rows, divided by their scales and rounded to -127 .. 127."""
+    """Return one float32 scale per row, followed by the rows,
+    divided by their scales and rounded to -127 .. 127.
+    """
     scale = np.abs(rows).max(1) / 127
     scale[scale == 0] = 1
     return scale.astype("<f4").tobytes() + np.round(rows / scale[:, None]).astype("i1").tobytes()
 
 
-def count_numbers(meta: Mapping[str, list[int]]) -> int:
-    """Return the number of parameters of a model."""
-    return sum(rows * values for _, _, rows, values in meta.values())
-
-
 @cache
 def settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of `model.js`, `tokenizer.js` and the page, read from the checkpoint's own files."""
+    """Return the settings of `model.js`, `tokenizer.js` and the page,
+    read from the checkpoint's own files.
+    """
     config = read_config(folder)
     processor = load_processor(folder, config)
     vision, text = config.vision_config.to_dict(), config.text_config.to_dict()
@@ -156,7 +162,9 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
-    """Return the prompt's ids around the placeholders and around the question, with the placeholder and its count."""
+    """Return the prompt's ids around the placeholders and around the question,
+    with the placeholder and its count.
+    """
     messages = processor.messages("?", [medium] * (kind == "image"), [medium] * (kind == "video"))
     [patches] = processor.patchify(processor.decode(messages))
     ids = processor.tokenize(messages, [patches.media_tokens])
@@ -170,7 +178,9 @@ def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
-    """Return the text of every id, with special tokens last, and the merges of the BPE tokenizer."""
+    """Return the text of every id, with special tokens last,
+    and the merges of the BPE tokenizer.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     merges = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
     special = tokenizer.get_vocab_size(with_added_tokens=False)

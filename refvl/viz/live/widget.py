@@ -12,7 +12,9 @@ STILL = DATA / "figures" / "live.png"  # written by tests/browser/test_live_page
 
 
 class LivePage(anywidget.AnyWidget):
-    """The live page of `checkpoint`; a saved notebook contains its name and a still image, not its weights."""
+    """The live page of `checkpoint`; a saved notebook contains its name and a still image,
+    not its weights.
+    """
 
     _esm = (FOLDER / "widget.js").read_text(encoding="utf-8")
     checkpoint = traitlets.Unicode().tag(sync=True)
