@@ -11,7 +11,7 @@ stages. Other software can write folders of the same form, with some or all stag
 
 import json
 from dataclasses import astuple, dataclass, field, replace
-from math import isqrt, prod
+from math import isqrt, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,7 @@ def _stages(run: Any, name: str) -> Stages:
 def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, atol: float) -> Difference:
     a, b = ours.tensors[name], theirs.tensors[name]
     if a.shape != b.shape:
-        shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        return Difference(name, True, float("nan"), float("nan"), shapes)
+        return Difference(name, True, nan, nan, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if name == MARGINS:
         a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # up to the first token that differs
     exact = not a.is_floating_point() and not b.is_floating_point()

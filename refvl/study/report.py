@@ -3,9 +3,9 @@ and saves their tensors for `refvl.compare`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +60,10 @@ class Trace(Record):
     @property
     def stages(self) -> Stages:
         """The tensors of each stage, for `refvl.compare`."""
-        media: dict[str, Sequence[Tensor | None]]
-        media = {"patchify": [p.pixel_values for p in self.patches], "encode": self.embeds, "prune": self.keep_masks}
-        found: dict[str, Tensor | None] = {f"{s}/{i}": x for s, items in media.items() for i, x in enumerate(items)}
+        pixels: list[Any] = [patches.pixel_values for patches in self.patches]
+        found: dict[str, Tensor | None] = {}
+        for stage, items in (("patchify", pixels), ("encode", self.embeds), ("prune", self.keep_masks)):
+            found |= {f"{stage}/{i}": x for i, x in enumerate(items)}
         found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
         found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
         found |= {"prefill/last_states": self.last_states, "prefill/first_logits": self.first_logits}
@@ -95,11 +96,7 @@ class Trace(Record):
 def _shapes(trace: Trace, stage: str) -> str:
     match stage:
         case "decode media":
-            sizes = [
-                f"frames {m.frames.shape}" if isinstance(m, Video) else "{} x {} px".format(*m.size)
-                for m in trace.media
-            ]
-            return ", ".join(sizes) or "text only"
+            return ", ".join(map(_size, trace.media)) or "text only"
         case "patchify":
             return ", ".join(f"{tuple(p.pixel_values.shape)} {layout_text(p.layout)}" for p in trace.patches)
         case "look up":
@@ -129,14 +126,18 @@ def _shapes(trace: Trace, stage: str) -> str:
     return ""
 
 
+def _size(medium: Any) -> str:
+    return f"frames {medium.frames.shape}" if isinstance(medium, Video) else "{} x {} px".format(*medium.size)
+
+
 def _graph_report(trace: Trace) -> str:
     """Describe each replay: hit or miss, budget, waste."""
-    lines = []
+    text = ""
     for batch in trace.graph_batches:
         ran = f"graph of {batch.budget}, {padding_waste([batch]):.0%} padding" if batch.budget else "eager"
         path = f"{batch.path} path of " if batch.path else ""
-        lines.append(f"{path}media {', '.join(str(i + 1) for i in batch.indices)}: {ran}")
-    return "; " + "; ".join(lines) if lines else ""
+        text += f"; {path}media {', '.join(str(i + 1) for i in batch.indices)}: {ran}"
+    return text
 
 
 def layout_text(layout) -> str:

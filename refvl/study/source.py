@@ -62,10 +62,9 @@ def source_of(path: Path) -> Source:
 
 def _docstring(node: ast.AST) -> range:
     """Return the lines of a node's docstring."""
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        match node.body:
-            case [ast.Expr(value=ast.Constant(value=str())) as first, *_]:
-                return _span(first)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+        return _span(node.body[0])
     return range(0)
 
 
