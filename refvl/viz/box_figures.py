@@ -6,6 +6,7 @@ plot_box_readings   one answer, read by every convention
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def plot_boxes(
     for i, (x1, y1, x2, y2) in enumerate(np.asarray(boxes, dtype=float).reshape(-1, 4)):
         ax.add_patch(_rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2))
         if i < len(labels):
-            look = {"xytext": (3, -3), "textcoords": "offset points", "va": "top", "fontsize": 9}
+            look: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top", "fontsize": 9}
             ax.annotate(labels[i], (min(x1, x2), min(y1, y2)), backgroundcolor="white", **look)
     for x, y in np.asarray(points, dtype=float).reshape(-1, 2):
         ax.plot(x, y, "o", color=color, ms=7, markeredgecolor="white")

@@ -89,8 +89,9 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
         if not 0 <= block < count:
             raise ValueError(f"highlight: expected merge blocks of the grid {grid}, 0 to {count - 1}, got {block}")
         row, column = divmod(block, w // config.merge_size)
-        side, look = config.factor, {"fill": False, "edgecolor": HIGHLIGHT, "linewidth": 2.5, "zorder": 3}
-        ax.add_patch(Rectangle((column * side, row * side), side, side, **look))
+        side, corner = config.factor, (column * config.factor, row * config.factor)
+        frame = Rectangle(corner, side, side, fill=False, edgecolor=HIGHLIGHT, linewidth=2.5, zorder=3)
+        ax.add_patch(frame)
 
 
 def plot_patch_rows(

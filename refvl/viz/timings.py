@@ -97,8 +97,8 @@ def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Ax
     products, traffic, launches = ([row[name] for row in rows] for name in ("products", "traffic", "launches"))
     device, host = STAGE_COLORS[:2]
     ax.bar(places - width / 2, products, width, color=device, label="device: matmuls, attention")
-    others = {"alpha": 0.4, "label": "device: memory traffic of all other kernels"}
-    ax.bar(places - width / 2, traffic, width, bottom=products, color=device, **others)
+    others = "device: memory traffic of all other kernels"
+    ax.bar(places - width / 2, traffic, width, bottom=products, color=device, alpha=0.4, label=others)
     ax.bar(places + width / 2, launches, width, color=host, label="host: launches of an eager run")
     ax.set_xticks(places, [f"{row['px']} px" for row in rows])
     ax.set(ylabel="milliseconds, estimated", title="estimates, not measured")

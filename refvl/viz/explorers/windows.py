@@ -61,7 +61,9 @@ class WindowsExplorer(Explorer):
         options, row = self.options, self.row(self.index)
         image, config = self.images[options["photo"]], with_token_budget(self.config, options["budget"])
         if not self.windowed:
-            return plot_patches(image, config, numbers=False, ax=plt.subplots(layout="constrained")[1]).figure
+            figure, ax = plt.subplots(layout="constrained")
+            plot_patches(image, config, numbers=False, ax=ax)
+            return figure
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", width_ratios=(1.2, 1))
         plot_windows(image, config, window_size=options["window"], ax=left)
         plot_attention_segments(row["cu_window_seqlens"] // config.merge_size**2, ax=right)
