@@ -186,13 +186,6 @@ def test_layout_rows_and_placeholders_agree(parts, name, width, height, frames):
     assert [s.offset for s in spans] == sorted(s.offset for s in spans)
 
 
-@pytest.mark.parametrize("name", WITH_VIDEOS)
-def test_frames_given_twice_are_planned_as_they_are_read(parts, name):
-    twice = Video(NOISE[[0, 0, 1, 1, 2]], 2.0, 2.0, (0, 0, 1, 1, 2), 5, 2.5)
-    processor = parts(name).processor
-    assert processor.layout_of(twice) == processor.patchify([twice])[0].layout
-
-
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in WITH_VIDEOS])
 def test_videos_are_refused_by_name(parts, name):
     processor = parts(name).processor
