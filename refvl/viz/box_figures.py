@@ -29,8 +29,9 @@ def plot_boxes(
     for i, (x1, y1, x2, y2) in enumerate(np.asarray(boxes, dtype=float).reshape(-1, 4)):
         ax.add_patch(_rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2))
         if i < len(labels):
-            look: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top", "fontsize": 9}
-            ax.annotate(labels[i], (min(x1, x2), min(y1, y2)), backgroundcolor="white", **look)
+            look: dict[str, Any] = {"va": "top", "fontsize": 9, "backgroundcolor": "white"}
+            corner, shift = (min(x1, x2), min(y1, y2)), (3, -3)
+            ax.annotate(labels[i], corner, xytext=shift, textcoords="offset points", **look)
     for x, y in np.asarray(points, dtype=float).reshape(-1, 2):
         ax.plot(x, y, "o", color=color, ms=7, markeredgecolor="white")
     return ax
