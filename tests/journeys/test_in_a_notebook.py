@@ -1,16 +1,12 @@
 """What a notebook shows of the package, a model and a run."""
 
 import pytest
+from shipped import shipped
 
 import refvl
 from refvl.paths import DATA
 
 SCENE = DATA / "pictures" / "scene.png"
-
-
-@pytest.fixture(scope="module")
-def vlm():
-    return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
 
 
 def test_what_is_listed_is_there():
@@ -19,7 +15,8 @@ def test_what_is_listed_is_there():
         _ = refvl.chat
 
 
-def test_a_model_says_what_it_is(vlm):
+def test_a_model_says_what_it_is():
+    vlm = shipped("tiny-qwen2_5_vl")
     text = repr(vlm)
     for words in (
         "VLM of the family Qwen2.5-VL on cpu, torch.float32", "encoder         Qwen2_5_VisionTransformer, ",
@@ -31,8 +28,8 @@ def test_a_model_says_what_it_is(vlm):
     assert "on meta, torch.bfloat16" in repr(refvl.load(vlm.config, weights="random", device="meta"))
 
 
-def test_a_trace_says_what_happened(vlm):
-    trace = vlm.trace("What color is the circle?", images=[SCENE], max_new_tokens=4)
+def test_a_trace_says_what_happened():
+    trace = shipped("tiny-qwen2_5_vl").trace("What color is the circle?", images=[SCENE], max_new_tokens=4)
     text = repr(trace)
     for stage, shapes, seconds in trace.rows():
         largest = trace.magnitude(stage)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from random_models import RANDOM, random_model
+from shipped import shipped
 
 import refvl
 from refvl.paths import DATA
@@ -21,7 +22,7 @@ WHERE = {"prompt": "Where is the star?", "images": [PICTURE]}
 
 @pytest.fixture(scope="module")
 def model():
-    return refvl.load("tiny-qwen2_5_vl", device="cpu", progress=False)
+    return shipped("tiny-qwen2_5_vl")
 
 
 @pytest.mark.parametrize("name", RANDOM)

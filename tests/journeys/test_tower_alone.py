@@ -101,8 +101,6 @@ def test_what_needs_the_language_model_names_the_argument():
 def test_arguments_of_the_language_model_are_refused():
     with pytest.raises(TypeError, match="device_map: belongs to the language model, which text=False omits"):
         load(random_folder("Qwen2.5-VL"), device_map="auto")
-    with pytest.raises(TypeError, match="text"):
-        refvl.load(random_folder("Qwen2.5-VL"), text=0)
 
 
 # ------------------------------------------------------------------------------------------------------ feature maps

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
-from shipped import VARIANTS, is_read_here
+from shipped import VARIANTS, is_read_here, shipped
 
 import refvl
 from refvl.paths import DATA
@@ -43,11 +43,6 @@ ODD = st.sampled_from(
 )  # fmt: skip
 few = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)
-
-
-@cache
-def model(name: str) -> refvl.VLM:
-    return refvl.load(name, device="cpu", progress=False)
 
 
 def mostly(usual, odd=ODD):
@@ -253,34 +248,13 @@ def test_a_conversation_is_answered_or_refused(name, prompt, rate):
     """Special tokens in texts, media anywhere, parts that are none: what is answered has a position
     per token."""
     try:
-        trace = model(name).trace(prompt, max_new_tokens=2, pruning_rate=rate)
+        trace = shipped(name).trace(prompt, max_new_tokens=2, pruning_rate=rate)
     except (ValueError, TypeError, FileNotFoundError) as error:
         assert ": " in str(error)
         return
     assert isinstance(trace.text, str)
     assert len(trace.media) == len(trace.embeds) == len(trace.patches)
     assert trace.positions.shape == (3, len(trace.input_ids)) and trace.token_ids
-
-
-@few
-@given(
-    name=st.sampled_from(CHECKPOINTS),
-    rows=mostly(st.just(0), st.sampled_from([-1, 1])),
-    dtype=mostly(st.just(torch.float32), st.sampled_from([torch.float64, torch.bfloat16, torch.int64, torch.bool])),
-)
-def test_patch_rows_are_encoded_or_refused(name, rows, dtype):
-    """As many embeddings as the layout says, or an error: never another number."""
-    encoder, processor = model(name).encoder, model(name).processor
-    [patches] = processor.patchify([load_image(SCENE)])
-    count, tokens, _ = encoder.item_size(patches.layout)
-    given = patches.pixel_values.new_zeros(count + rows, patches.pixel_values.shape[1]).to(dtype)
-    try:
-        with torch.no_grad():
-            embeds = encoder(given, [patches.layout])
-    except (ValueError, TypeError, RuntimeError):
-        assert rows or dtype != torch.float32
-        return
-    assert len(embeds) == tokens and not rows
 
 
 OPTIONS = {
@@ -300,9 +274,9 @@ def asked(name: str):
 
     from refvl.study.recording import transformers_inputs
 
-    trace = model(name).trace("What is it?", images=[SCENE], max_new_tokens=1)
+    trace = shipped(name).trace("What is it?", images=[SCENE], max_new_tokens=1)
     theirs = AutoModelForImageTextToText.from_pretrained(DATA / "checkpoints" / name, dtype=torch.float32).eval()
-    return theirs, transformers_inputs(model(name), trace)
+    return theirs, transformers_inputs(shipped(name), trace)
 
 
 @few
@@ -318,17 +292,17 @@ def test_options_of_generate_mean_what_they_mean_in_transformers(name, options, 
     """
     theirs, inputs = asked(name)
     options |= {"max_new_tokens": length}
-    usual = {"do_sample": False, "tokenizer": model(name).processor.tokenizer}
+    usual = {"do_sample": False, "tokenizer": shipped(name).processor.tokenizer}
     torch.manual_seed(0)
     try:
         with torch.no_grad():
             expected = theirs.generate(**inputs, **(usual | options))
     except (ValueError, TypeError):
         with pytest.raises((ValueError, TypeError)):
-            model(name).generate(**inputs, **options)
+            shipped(name).generate(**inputs, **options)
         return
     torch.manual_seed(0)
-    assert torch.equal(model(name).generate(**inputs, **options), expected)
+    assert torch.equal(shipped(name).generate(**inputs, **options), expected)
 
 
 # --- checkpoints and the command line ---------------------------------------------------------------------------------
