@@ -85,7 +85,7 @@ def fill_together(fills: Sequence[Fill]) -> None:
     if all(to.dtype == x.dtype and to.nbytes % 4 == 0 and x.is_contiguous() for to, x in copies):
         # one kernel copies tensors of one dtype, here 32-bit words
         copies = [(to.flatten().view(torch.int32), x.flatten().view(torch.int32)) for to, x in copies]
-    torch._foreach_copy_(*map(list, zip(*copies, strict=True)), non_blocking=True)
+    torch._foreach_copy_([to for to, _ in copies], [x for _, x in copies], non_blocking=True)
     if zeros:
         torch._foreach_zero_(zeros)
 

@@ -100,30 +100,33 @@ def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
 
 
 def explore_positions(
-    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None
-) -> Explorer:
+    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
+    image=PHOTO, clip=CLIP,
+) -> Explorer:  # fmt: skip
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token.
 
     It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide.
     processors: {name: processor} of models with M-RoPE, by default those of the shipped models.
-    Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
-    FileNotFoundError if the shipped data is not installed.
+    image, clip: inputs of `load_image` and `load_video`. Conventions of released software are drawn
+    over ours if they differ. Needs anywidget. Raises FileNotFoundError if shipped data that it needs
+    is not installed.
     """
-    check_clone("explore_positions")
     if processors is None:
+        check_clone("explore_positions without processors")
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
         processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}
-    return PositionsExplorer(processors, PHOTO, CLIP, second_per_grid=second_per_grid, side=side)
+    return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
 
 
-def explore_position_rules() -> Explorer:
+def explore_position_rules(image=PHOTO, clip=CLIP) -> Explorer:
     """Explore one sliced image and one video under four position rules: those of three models, and
     that of text.
 
-    Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
+    image, clip: inputs of `load_image` and `load_video`. Needs anywidget. Raises FileNotFoundError
+    if the shipped data is not installed.
     """
     check_clone("explore_position_rules")
-    return PositionRulesExplorer(PHOTO, CLIP)
+    return PositionRulesExplorer(image, clip)
 
 
 def explore_mrope() -> Explorer:
@@ -203,16 +206,16 @@ def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int =
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
 
 
-def explore_costs() -> Explorer:
+def explore_costs(image=PHOTO) -> Explorer:
     """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of
     full-attention blocks.
 
-    Sizes are those of the released 7B model. Needs anywidget. Raises FileNotFoundError if the
-    shipped data is not installed.
+    image: an input of `load_image`. Sizes are those of the released 7B model. Needs anywidget.
+    Raises FileNotFoundError if the shipped data is not installed.
     """
     check_clone("explore_costs")
     config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
-    return CostsExplorer(PHOTO, config)
+    return CostsExplorer(image, config)
 
 
 def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
