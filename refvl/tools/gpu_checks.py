@@ -41,9 +41,8 @@ EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
-QUESTIONS: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # token ids of each shipped model; every token wins by at least 3 logits, so rounding does not change any
+Question = tuple[str, dict[str, Any]]
+QUESTIONS: dict[str, Question] = {  # of each shipped model; each token wins by 3 logits, so rounding changes none
     "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
