@@ -1,5 +1,6 @@
 """`refvl bench NAME --device cuda:1` on the second of two simulated GPUs, with tiny towers and few inputs."""
 
+import pytest
 import torch
 from simulated_cuda import simulated_cuda
 
@@ -12,6 +13,7 @@ TINY = {
 }
 
 
+@pytest.mark.thorough
 def test_a_benchmark_runs_on_the_second_gpu(monkeypatch, shell):
     for name, value in TINY.items():
         monkeypatch.setattr(tower, name, value)

@@ -27,7 +27,7 @@ def gpus(monkeypatch):
     with simulated_cuda(devices=2) as machine:
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
-        few = {name: gpu_checks.towers()[name] for name in ("Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL")}
+        few = {name: gpu_checks.towers()[name] for name in ("Qwen2.5-VL", "Step3-VL")}
         monkeypatch.setattr(gpu_checks, "towers", lambda: few)
         monkeypatch.setattr(gpu_checks, "QUESTIONS", dict(list(gpu_checks.QUESTIONS.items())[:1]))
         suite = partial(gpu_checks.run_suite, arguments=ONE_TEST)

@@ -76,6 +76,7 @@ def run(request):
     return found
 
 
+@pytest.mark.thorough
 def test_ids_equal_the_cpu_s(run):
     assert run.eager.token_ids == run.expected.token_ids
     assert run.graphed.token_ids == run.replayed.token_ids == run.expected.token_ids

@@ -71,6 +71,7 @@ def test_other_configurations_equal_transformers(family, changes):
     assert_agree(same_weights(family, tower, config)(patches, grids), want, tower)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "std", "changes"),
     [

@@ -63,6 +63,7 @@ def hammer(managers, cases, calls):
 MANAGERS = [*((family, 1) for family in FAMILIES), ("Qwen2.5-VL", 2), ("GLM-4.1V", 2), ("Step3-VL", 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "count"), MANAGERS)
 def test_every_caller_gets_its_own_embeddings(family, count, calls=5):
     """Oracle: each item alone through the eager encoder. The first calls of all threads capture together.

@@ -96,6 +96,7 @@ def assert_same(vlm, ours, theirs):
     assert_logits_agree(vlm, vlm.trace(**QUESTION), ours[1], theirs[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=str)
 def test_an_adapter_of_transformers_and_peft(folder, targets, tmp_path):
     """On tower, connector and text model, or on the head, whose own weight PEFT saves as well.
@@ -215,6 +216,7 @@ def test_switch_merge_and_unmerge(qwen, saved, kernel, monkeypatch):
     assert torch.equal(vlm.language_model.lm_head.weight, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL"])
 def test_graphs_follow_adapters(family):
     """Attached, switched, merged, scaled and removed. Oracle: the encoder without graphs."""
@@ -272,6 +274,7 @@ def test_every_layer_belongs_to_one_part(family):
     assert names.part(next(iter(names.places)) + "x") != "language_model"  # a prefix ends at a dot
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # PEFT's, of layers that this adapter does not touch
 @pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3"])
 def test_parts_of_shipped_models(name):

@@ -40,6 +40,7 @@ def test_overlap():
     assert box_questions.iou([0, 0, 4, 4], [4, 0, 8, 4]) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", box_questions.TITLES)
 def test_boxes_are_found_and_only_by_the_own_convention(name):
     """And with the adapter off, the base model answers. The measurement is of these weights."""

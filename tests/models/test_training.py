@@ -93,6 +93,7 @@ def test_questions_about_pages_are_answered_as_if_asked_alone(crops):
         check_alone(vlm, trace, question, batch.question_of_target == i, logits, batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
     """Four steps: the tower alone, then with the language model, asides and photographs; every
@@ -117,6 +118,7 @@ def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
+@pytest.mark.thorough
 def test_two_processes_average_their_gradients(tmp_path):
     """Oracle: the log, and the digest of what is written.
 

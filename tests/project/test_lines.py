@@ -18,19 +18,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-# A folder of refvl, or of the repository; a plain answer imports modules with lines in them. A room that is larger than
-# planned may not grow; `GOALS` has the plan
+# A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Rooms
+# that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
-    "refvl/*.py": 1201, "refvl/pixels": 820, "refvl/processors": 850, "refvl/encoders": 2050, "refvl/positions": 620,
-    "refvl/language": 600, "refvl/graphs": 700, "refvl/serving": 1120, "refvl/study": 1460, "refvl/tools": 750,
-    "refvl without viz": 10_120, "refvl/viz": 4158, "tests": 17_430, "benchmarks": 1100, "data": 2600,
-    "notebooks": 1600, "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
-    "characters a line, refvl": 55.7, "characters a line, tests": 53.8,
+    "refvl/*.py": 1180, "refvl/pixels": 820, "refvl/processors": 850, "refvl/encoders": 2050,
+    "refvl/positions": 620, "refvl/language": 600, "refvl/graphs": 710, "refvl/serving": 1100,
+    "refvl/study": 1445, "refvl/tools": 750, "refvl without viz": 10_070, "refvl/viz": 4000,
+    "tests": 16_000, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
+    "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
+    "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
 }  # fmt: skip
-GOALS = {
-    "refvl/*.py": 1150, "refvl/pixels": 800, "refvl/serving": 1000, "refvl/study": 1350, "refvl without viz": 9900,
-    "refvl/viz": 4000, "tests": 16_000, "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
-}  # fmt: skip
+OVER = {  # the plan, and why it is not met
+    "refvl/*.py": (1150, "`load` has one argument for every feature, checked before weights are read"),
+    "refvl/pixels": (800, "the times, rotations and truncated files that PyAV leaves open"),
+    "refvl/graphs": (700, "one kernel fills all buffers of a replay"),
+    "refvl/serving": (1000, "twelve features with public names; adapters under the names of five families"),
+    "refvl/study": (1350, "warnings about float16, `trace --source` as text, and five kinds of replaced stages"),
+    "refvl without viz": (9900, "the rooms above"),
+}
 ANSWER = """
 import sys, refvl
 model = refvl.load("tiny-qwen2_5_vl", device="cpu", progress=False)
@@ -98,5 +103,5 @@ def test_the_readme_says_how_long_the_library_is():
 
 if __name__ == "__main__":
     for name, count in counted().items():
-        goal = f"   goal: {GOALS[name]:,}" if name in GOALS else ""
-        print(f"{name:<28}{count:>10,}{BUDGETS[name]:>10,}{goal}")
+        plan, reason = OVER.get(name, ("", ""))
+        print(f"{name:<28}{count:>10,}{BUDGETS[name]:>10,}  {plan}  {reason}".rstrip())

@@ -71,6 +71,7 @@ def bound(encoder, dtype):
     return torch.finfo(dtype).eps / 2 * steps**0.5 + torch.finfo(torch.float32).eps / 2 * steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_every_way_of_computing_stays_within_rounding(checkpoint):
     """Backends, batch sizes, threads, graphs and dtypes; and coarser dtypes do differ by more, so

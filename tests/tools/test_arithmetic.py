@@ -70,6 +70,7 @@ def test_every_weight_is_used_once_a_token():
     assert 4 * once - twice == 4 * n * sum(weights)
 
 
+@pytest.mark.thorough
 def test_the_kept_counts_are_those_of_the_models():
     """One row of every family again."""
     from benchmarks.families import CLIP_SIZE, CONFIGS, count, load_released

@@ -73,6 +73,7 @@ def test_the_steps_are_printed(info, tmp_path):
     assert "a server reserves" in out and "assumed" not in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "folder",
     {p.read_bytes(): p.parent for p in sorted(CONFIGS.glob("*/preprocessor_config.json"))}.values(),
