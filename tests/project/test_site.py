@@ -22,7 +22,7 @@ def written(tmp_path_factory):
     return folder, pages.build(folder)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_notebook_and_every_explorer_has_a_page(written):
     """The index links each of them, and none is too heavy."""
     folder, sizes = written
