@@ -318,8 +318,10 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with blame("device"):
         device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {str(device)!r} needs CUDA, but this machine has no CUDA device")
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each kind of device raises its own, and some do not name the device
+        raise ValueError(f"device: {str(device)!r} is absent from this machine or this build of torch") from error
     if device == torch.device("cuda"):  # with an index, because each thread has its own current device
         own = os.environ.get("LOCAL_RANK")  # with torchrun, each process has its own GPU
         device = torch.device("cuda", torch.cuda.current_device() if own is None else int(own))

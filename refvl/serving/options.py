@@ -47,7 +47,7 @@ def check_options(model: Any, method: str, options: dict, max_new_tokens: int) -
     check_runnable(model)
     if not options.keys() <= GENERATE_OPTIONS:
         own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
-        check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+        check_names(options, [*own, *sorted(GENERATE_OPTIONS)], method, ValueError)
     for name, (off, reason) in (REFUSED if method == "generate" else REFUSED | ONLY_TEXT).items():
         value = option(model.language_model, options, name)
         if value not in off:
