@@ -92,6 +92,7 @@ def test_token_counts_equal_golden(size, patch_size, stride, tokens):
 def test_the_plan_by_hand():
     """Two crops of one token and an overview of four, then an overview alone; rows 16, 16, 36 and 36."""
     plan = Step3VisionEncoder(TINY).plan([(1, 2), (0, 0)])
+    assert plan.summary == "2 crops, 2 overviews"
     assert plan.local_rows.tolist() == list(range(32))
     assert plan.global_rows.tolist() == list(range(32, 104))
     assert plan.order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

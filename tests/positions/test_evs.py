@@ -278,6 +278,7 @@ def test_wrong_sizes_are_named(call, message):
         ([torch.zeros(4, 4)], 0, r"\[0\]: expected at most 3 positions, the tokens left in its media item, got 4"),
         ([torch.zeros(4, 3), torch.zeros(4, 1)], 0, r"\[1\]: .* for 1 positions, got none from prompt token 5 on"),
         ([], 8, r"num_computed_tokens: must be in \[0, 7\], got 8"),
+        ([], -1, "num_computed_tokens: must be at least 0, got -1"),
     ],
 )
 def test_pieces_that_do_not_fit_are_named(pieces, done, message):
