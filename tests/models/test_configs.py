@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import refvl
+from refvl.language.step_vl import PerceptionEncoderConfig
 from refvl.paths import DATA
 from refvl.positions import mrope_axis_of_pairs
 
@@ -197,6 +198,9 @@ def test_step3_vl_10b_is_transformers_tower_and_qwen3():
         with torch.device("meta"):
             theirs = AutoModel.from_config(CONFIG_MAPPING["step3p7"](text_config={"num_hidden_layers": 1}))
         assert count(theirs.vision_model) + count(theirs.multi_modal_projector) == tower
+    released, defaults = vlm.config.vision_config, PerceptionEncoderConfig()
+    for name in ("width", "layers", "heads", "patch_size", "image_size", "mlp_ratio"):
+        assert getattr(defaults, name) == getattr(released, name)
 
 
 @NEEDS_5_23
