@@ -134,12 +134,13 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`,
     or a folder that either saved.
 
-    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. By default,
-    rtol is 1e-3 up to the positions; in the text model it is the expected rounding error (see
-    `rounding`). Integers and masks must be equal, and nan and inf must be in the same places.
-    Stages that only one run recorded are listed but not compared. model: the `VLM` of one of the
-    runs, which recomputes the first stage that differs, to prove a cause (`refvl.study.causes`).
-    Raises TypeError or ValueError, naming the argument; the runs must share a stage.
+    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b, or of its
+    token's row in the inputs of the text model. By default, rtol is 1e-3 up to the positions; in
+    the text model it is the expected rounding error (see `rounding`). Integers and masks must be
+    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed
+    but not compared. model: the `VLM` of one of the runs, which recomputes the first stage that
+    differs, to prove a cause (`refvl.study.causes`). Raises TypeError or ValueError, naming the
+    argument; the runs must share a stage.
     """
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
@@ -189,11 +190,14 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the allowed difference between values: a number,
-    or a tensor (layers + 1, 1) for the states.
+    """Return the allowed difference between values: a number, or a tensor with one row per layer
+    for the states, and per token for the inputs of the text model.
     """
+    if name == STATES or name.startswith("merge/"):
+        scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
+    if name.startswith("merge/"):  # rows of text are small beside those of media
+        return scales * (RTOL if rtol is None else rtol)
     if name == STATES:
-        scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
         return torch.tensor(shares)[:, None] * scales
     if name in (LOGITS, MARGINS):

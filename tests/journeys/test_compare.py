@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import refvl
+from refvl.merge import media_places
 from refvl.paths import DATA
 from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.study import releases
@@ -119,6 +120,19 @@ def test_what_the_inputs_are_apart_is_allowed_for(run):
     moved = {"merge/inputs_embeds": embeds * (1 + noise), "prefill/first_logits": run.first_logits * (1 + 2e-4)}
     compared = refvl.compare(changed(run, moved), run)
     assert compared.first is None, compared
+
+
+@pytest.mark.parametrize("share, differs", [(0.9e-3, False), (1.1e-3, True), (0.05, True)])
+def test_rows_of_text_are_judged_by_their_own_size(run, share, differs):
+    """They are small beside rows of media: 5 % of text rows lie below 1e-3 of the largest value."""
+    embeds = run.stages.tensors["merge/inputs_embeds"].clone()
+    is_text = torch.ones(len(embeds), dtype=torch.bool)
+    is_text[media_places(run.spans)] = False
+    assert embeds[is_text].abs().max() * 0.05 < 1e-3 * embeds.abs().max()
+    embeds[is_text] *= 1 + share
+    compared = refvl.compare(changed(run, {"merge/inputs_embeds": embeds}), run)
+    assert (compared.stage == "merge") == differs
+    assert not differs or compared.first.beyond.startswith(f"{int(is_text.sum())} of {len(embeds)} rows")
 
 
 def test_the_tolerance_is_a_share_of_the_largest_value(run):
