@@ -105,7 +105,7 @@ def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
     array: Any = source
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu()
-        array = (source.float() if source.is_floating_point() else source).numpy()
+        array = (source.double() if source.is_floating_point() else source).numpy()
         if array.ndim == 3 and array.shape[0] in (1, 3, 4):
             array = array.transpose(1, 2, 0)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
