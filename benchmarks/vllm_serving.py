@@ -66,13 +66,6 @@ def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
     return output.logits[0, -1].float()
 
 
-def same_tokens(model: refvl.VLM, ours: Tensor, theirs: list[int]) -> bool:
-    """Return whether two prompts are equal; vLLM writes the frames of GLM's videos with the image token."""
-    if model.family.name.startswith("GLM"):
-        ours = torch.where(ours == model.token_ids["video"], model.token_ids["image"], ours)
-    return ours.tolist() == theirs
-
-
 def positions_of(seen: dict, q: float, length: int) -> Tensor:
     """Return (3, L), the positions in vLLM's language model."""
     if not q:
@@ -104,7 +97,7 @@ def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: floa
         return float((ours - theirs[: len(ours)]).abs().max() / ours.abs().max())
 
     positions, own = positions_of(seen, q, len(ids)), apart(trace)
-    same = {"prompt": same_tokens(model, trace.input_ids, ids), "answer": list(said.token_ids) == trace.token_ids}
+    same = {"prompt": trace.input_ids.tolist() == ids, "answer": list(said.token_ids) == trace.token_ids}
     same["positions"] = positions.shape == trace.positions.shape and positions.equal(trace.positions)
     agrees, given = same["answer"] and own <= TOLERANCE, own
     if not agrees and same["prompt"]:

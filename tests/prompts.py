@@ -23,10 +23,7 @@ def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
 
 
 def inputs_of(vlm, trace) -> dict[str, Tensor]:
-    """The same for a model on grids. transformers (5.17 to 5.23) writes GLM's frames with the
-    image's token."""
+    """The same for a model on grids."""
     placeholders = vlm.processor.placeholders(trace.full_ids)
     is_image, is_video = (placeholders == vlm.token_ids[kind] for kind in ("image", "video"))
-    is_exchanged = is_video & vlm.family.name.startswith("GLM")
-    ids = torch.where(is_exchanged, vlm.token_ids["image"], trace.full_ids)
-    return hf_inputs(trace, ids, is_image.int() + 2 * is_video.int())
+    return hf_inputs(trace, trace.full_ids, is_image.int() + 2 * is_video.int())

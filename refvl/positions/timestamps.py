@@ -28,10 +28,10 @@ GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (maximum duration of a video 
 
 @dataclass(frozen=True, slots=True)
 class FrameSample:
-    """Sampled frames: an even number of indices in the source video, and one time in whole seconds per two indices."""
+    """Sampled frames: an even number of indices in the source video, and the `written_seconds` of every two indices."""
 
     indices: list[int]
-    timestamps: list[int]
+    timestamps: list[float]
 
 
 def sample_video_frames(
@@ -72,7 +72,12 @@ def sample_video_frames(
     else:
         indices = _sample_glmga(fps, total, duration, max_frames, target_fps)
     indices = distinct_and_even(indices)
-    return FrameSample(indices, [int(index / fps) for index in indices[::2]])
+    return FrameSample(indices, [written_seconds(variant, index / fps) for index in indices[::2]])
+
+
+def written_seconds(variant: str, seconds: float) -> float:
+    """Return a time as the variant's prompts state it: in whole seconds ("glm4v"), or in tenths of a second."""
+    return int(seconds) if variant == "glm4v" else round(seconds, 1)
 
 
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:

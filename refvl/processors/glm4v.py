@@ -7,20 +7,18 @@
     <|end_of_video|>
 
 A "frame" here is a grid step, which contains two sampled frames. For positions, each frame counts as a separate item.
-EVS may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames, the format of timestamps
-and the placeholder of a frame depend on the processor class in the checkpoint's files
-(`refvl.families.load_processor`). They do not depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
+EVS may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames and the format of
+timestamps depend on the processor class in the checkpoint's files (`refvl.families.load_processor`). They do not
+depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
 
-    class               releases                              sampler    timestamp   token of a frame
-    Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
-    Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.0 seconds the image's
-    GlmgaProcessor      GLM-GA                                glmga      3.0 seconds the image's
+    class               releases                              sampler    timestamp
+    Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3
+    Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.3 seconds
+    GlmgaProcessor      GLM-GA                                glmga      3.3 seconds
 
-GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ.
-Timestamps are whole seconds, as in vLLM; transformers writes fractions such as 3.3 seconds.
-
-In all three classes, transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token. Embeddings replace
-it, so the model sees no difference, and prompts made by either are accepted (`placeholders`).
+GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ. Both are written
+as in the releases' processors (transformers); vLLM 0.33 truncates all timestamps, so that GLM-4.6V reads "3.0 seconds"
+up to six times. Frames are filled with the image's token; `placeholders` also accepts the video's.
 """
 
 from collections.abc import Sequence
@@ -35,7 +33,7 @@ from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import Video, sample_frame_indices
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
-from refvl.positions.timestamps import distinct_and_even, sample_video_frames
+from refvl.positions.timestamps import distinct_and_even, sample_video_frames, written_seconds
 from refvl.processors.chat import ChatProcessor
 
 
@@ -46,7 +44,6 @@ class Glm4vProcessor(ChatProcessor):
     variant = "glm4v"  # an argument of `sample_video_frames`
     rule = "{0.fps:g} frames per second up to {0.max_duration:g} s, spread evenly beyond"  # see `clip_sampling`
     timestamp_format = "{}"
-    frame_kind = "video"  # frames are filled with the token for this kind
     video_options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
 
     @property
@@ -81,20 +78,21 @@ class Glm4vProcessor(ChatProcessor):
         return [places[index] for index in distinct_and_even(video.indices)]
 
     def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
-        """Return the extents of an item; those of a video contain the timestamp of each frame, in whole seconds."""
+        """Return the extents of an item; those of a video contain the timestamp of each frame, as it is written."""
         extents = super().extents_of(medium, layout)
         if not isinstance(medium, Video):
             return extents
         timestamps = medium.timestamps  # these times are exact even if the rate varies
-        seconds = tuple(int(timestamps[place]) for place in self.frames_read(medium)[::2])
-        return FramewiseMedia("video", extents.thw, timestamps=seconds)
+        seconds = [timestamps[place] for place in self.frames_read(medium)[::2]]
+        written = tuple(written_seconds(self.variant, second) for second in seconds)
+        return FramewiseMedia("video", extents.thw, timestamps=written)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
-        frame = [self.token_ids[self.frame_kind]] * (h * w)
+        frame = [self.token_ids["image"]] * (h * w)
         ids = list[int]()
         for second in medium.timestamps:
             ids += [self.config.image_start_token_id, *frame, self.config.image_end_token_id]
@@ -121,7 +119,6 @@ class Glm46VProcessor(Glm4vProcessor):
     variant = "glm46v"
     rule = "6, 2 or 1 frames per second, fewer for longer videos, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
-    frame_kind = "image"
     video_options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
 
 

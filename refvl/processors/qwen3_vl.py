@@ -4,8 +4,8 @@
 
 A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. For
 positions, each frame counts as a separate item. EVS may drop the tokens of a frame, but it never drops the timestamp.
-As in transformers 4.57, these special tokens replace those that the chat template writes around a video. transformers
-5.10 and later, and vLLM 0.32, also keep the outer tokens.
+As in transformers 4.57, the authors' version, these special tokens replace those that the chat template writes around a
+video. transformers 5.10 and later, and vLLM 0.32, also keep the outer tokens; so does `processor.outer_tokens = True`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Qwen3VLProcessor(ChatProcessor):
     """Qwen3-VL's processor. Layouts are grids (t, h, w) in patches."""
 
     patch_config = Qwen3VLPatchConfig
-
+    outer_tokens: bool = False  # whether a video keeps the special tokens that the chat template writes around it
     video_options = ("fps", "min_frames", "max_frames")
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
@@ -55,10 +55,11 @@ class Qwen3VLProcessor(ChatProcessor):
         return ids
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """Apply the template without the special tokens that it writes around a video."""
+        """Apply the template, without the special tokens that it writes around a video unless `outer_tokens` is set."""
+        text = super().apply_template(messages, **options)
         ids = self.config.vision_start_token_id, self.token_ids["video"], self.config.vision_end_token_id
         marks = self.tokenizer.convert_ids_to_tokens(list(ids))
-        return super().apply_template(messages, **options).replace("".join(marks), marks[1])
+        return text if self.outer_tokens else text.replace("".join(marks), marks[1])
 
 
 def seconds_of_steps(timestamps: Sequence[float]) -> list[float]:

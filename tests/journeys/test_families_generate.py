@@ -4,9 +4,9 @@ Where transformers lacks the whole, prompts are written by hand, media go throug
 one, and a text model of transformers reads everything again at each step.
 What one family does alone follows below; the golden prompts are vLLM's.
 
-transformers 5.17 to 5.23 keeps the marks that a chat template writes around a video. 4.57 and vLLM
-let the marks of the frames take their place, as refvl does. Prompts go to transformers as ids, so
-that only the tests of the wording see a difference.
+transformers 5.10 to 5.23 and vLLM 0.32 keep the marks that Qwen3-VL's chat template writes around a
+video. In 4.57, those of the frames take their place, as in refvl. Prompts go to transformers as ids,
+so that only the tests of the wording see a difference.
 """
 
 import itertools
@@ -42,10 +42,10 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as HFGlm4v
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor as HFGlm46VProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as HFQwen3VLProcessor
+from transformers.video_utils import VideoMetadata
 
 import refvl
 from refvl.language.step3_config import Step3VLConfig
-from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.paths import DATA
 from refvl.pixels.by_hand import smart_resize
 from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
@@ -53,6 +53,7 @@ from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.pixels.slices import SliceConfig, SliceGroup, plan_slices
 from refvl.positions.timestamps import sample_video_frames
+from refvl.processors.glm4v import Glm46VProcessor
 from refvl.processors.minicpmv import MiniCPMV4_5Processor
 from refvl.processors.minicpmv_video import patches_per_token
 from refvl.processors.qwen3_vl import even_indices
@@ -349,32 +350,39 @@ def test_pictures_equal_transformers_pillow_processor(name, photo):
     assert torch.equal(ours.pixel_values, theirs["pixel_values"])
 
 
-def worded(name: str, frames, media) -> tuple[list[int], str]:
+def worded(name: str, frames) -> tuple[list[int], str]:
     """Our ids of a picture and a clip, and the template's text with the picture's tokens repeated."""
     processor = random_model(name).processor
     messages = processor.messages("What moves?", [PHOTOS[0]], [frames])
-    media = media or [patches.media_tokens for patches in processor.patchify(processor.decode(messages))]
+    media = processor.extents(processor.decode(messages))
     tokenizer = AutoTokenizer.from_pretrained(random_folder(name))
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     mark = "<|image|>" if name in GLM else "<|image_pad|>"
     return processor.tokenize(messages, media), text.replace(mark, mark * media[0].num_tokens)
 
 
-@pytest.mark.parametrize(("name", "hf"), [("GLM-4.1V", HFGlm4vProcessor), ("GLM-4.6V-Flash", HFGlm46VProcessor)])
-def test_glm_writes_a_clip_as_transformers_does(name, hf):
-    """transformers writes the frames as text and tokenizes the whole; whole seconds, where all
-    releases agree."""
-    frame = SimpleNamespace(image_token=f"<|{random_model(name).processor.frame_kind}|>")
-    frames = "".join(hf.replace_frame_token_id(frame, float(second), 2) for second in (0, 7, 12))
-    media = [MediaTokens("image", (1, 2, 3)), FramewiseMedia("video", (3, 1, 2), timestamps=(0, 7, 12))]
-    ids, text = worded(name, MOVING, media)
-    tokenizer = AutoTokenizer.from_pretrained(random_folder(name))
-    assert ids == tokenizer(text.replace("<|video|>", frames))["input_ids"]
+@pytest.mark.parametrize("frames", [MOVING, CLIP], ids=["odd", "file"])
+@pytest.mark.parametrize("name", GLM)
+def test_glm_writes_a_clip_as_transformers_does(name, frames):
+    """Oracle: the release's `replace_video_token`, which truncates seconds for GLM-4.1V and keeps
+    tenths for GLM-4.6V."""
+    processor = random_model(name).processor
+    [clip] = processor.patchify(processor.decode(processor.messages("", videos=[frames])))
+    hf = HFGlm46VProcessor if isinstance(processor, Glm46VProcessor) else HFGlm4vProcessor
+    theirs = hf.__new__(hf)
+    theirs.image_token, theirs.video_processor = "<|image|>", SimpleNamespace(merge_size=2)
+    read = [clip.source.indices[i] for i in processor.frames_read(clip.source)]
+    metadata = VideoMetadata(clip.source.total_num_frames, fps=clip.source.source_fps, frames_indices=read)
+    inputs = {"video_grid_thw": torch.tensor([clip.layout]), "video_metadata": [metadata]}
+    ids, text = worded(name, frames)
+    written = text.replace("<|video|>", theirs.replace_video_token(inputs, 0))
+    assert ids == AutoTokenizer.from_pretrained(random_folder(name))(written)["input_ids"]
 
 
 @pytest.mark.parametrize("frames", [noise(6, 90, 120), MOVING, MOVING[:1], CLIP], ids=["six", "odd", "one", "file"])
-def test_qwen3_writes_a_clip_as_transformers_does(frames):
-    """Oracle: their `replace_video_token`, in place of the template's three tokens."""
+def test_qwen3_writes_a_clip_as_transformers_does(frames, monkeypatch):
+    """Oracle: their `replace_video_token`, in place of the template's three tokens (4.57), or of the one in the
+    middle (5.10 and later, if `outer_tokens` is set)."""
     processor = random_model("qwen3_vl").processor
     [clip] = processor.patchify(processor.decode(processor.messages("", videos=[frames])))
     theirs = HFQwen3VLProcessor.__new__(HFQwen3VLProcessor)
@@ -385,8 +393,11 @@ def test_qwen3_writes_a_clip_as_transformers_does(frames):
     metadata = SimpleNamespace(fps=clip.source.source_fps, frames_indices=list(clip.source.indices))
     inputs = {"video_grid_thw": torch.tensor([clip.layout]), "video_metadata": [metadata]}
     written = theirs.replace_video_token(inputs, 0)
-    ids, text = worded("qwen3_vl", frames, None)
+    ids, text = worded("qwen3_vl", frames)
     assert ids == theirs.tokenizer(text.replace("".join(marks), written))["input_ids"]
+    monkeypatch.setattr(processor, "outer_tokens", True)
+    ids, text = worded("qwen3_vl", frames)
+    assert ids == theirs.tokenizer(text.replace(marks[1], written))["input_ids"]
     assert len(re.findall(r"<\d+\.\d seconds><\|vision_start\|>", written)) == clip.layout[0]
 
 
@@ -476,7 +487,7 @@ def test_a_frame_of_glm_may_lose_its_tokens_but_not_its_second():
     tokens = trace.spans[0].num_tokens
     assert trace.keep_masks[0].tolist() == [True] * tokens + [False] * (2 * tokens)
     read = vlm.processor.tokenizer.decode(trace.input_ids)
-    first, empty = (f"<|begin_of_image|>{'<|video|>' * n}<|end_of_image|>" for n in (tokens, 0))
+    first, empty = (f"<|begin_of_image|>{'<|image|>' * n}<|end_of_image|>" for n in (tokens, 0))
     assert f"<|begin_of_video|>{first}0{empty}1{empty}2<|end_of_video|>" in read
 
 

@@ -27,8 +27,8 @@ from refvl.viz.journey import SHIPPED, coloured, page
 # functions, file changes, files, lines entered, those that check, code lines of the files
 BUDGETS = {
     "qwen2_5_vl": Numbers(98, 48, 16, 701, 58, 1509),
-    "qwen3_vl": Numbers(102, 56, 18, 713, 58, 1628),
-    "glm4v": Numbers(100, 56, 18, 722, 58, 1705),
+    "qwen3_vl": Numbers(102, 56, 18, 714, 58, 1630),
+    "glm4v": Numbers(100, 56, 18, 723, 58, 1704),
     "minicpmv": Numbers(109, 65, 20, 760, 60, 2151),
     "minicpmv4_7": Numbers(100, 55, 18, 740, 62, 1837),
     "step3": Numbers(100, 53, 17, 737, 60, 1802),

@@ -23,7 +23,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 BUDGETS = {
     "refvl/*.py": 1180, "refvl/pixels": 820, "refvl/processors": 850, "refvl/encoders": 2050,
     "refvl/positions": 620, "refvl/language": 600, "refvl/graphs": 710, "refvl/serving": 1100,
-    "refvl/study": 1445, "refvl/tools": 750, "refvl without viz": 10_070, "refvl/viz": 4000,
+    "refvl/study": 1445, "refvl/tools": 750, "refvl without viz": 10_100, "refvl/viz": 4000,
     "tests": 16_000, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
     "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,

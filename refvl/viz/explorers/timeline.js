@@ -6,10 +6,11 @@ export default explorer(view => {
   const LINE = () => (view.big ? 142 : 84), TALL = () => LINE() - 58, FILM = 56;
   const W = () => view.fit(1120), COLUMNS = () => Math.floor(W() / CELL);
   const { rules } = view.shared, sampled = () => view.row.sampled;
-  const steps = line => sampled()[line].timestamps.length;
+  const steps = line => sampled()[line].tenths.length;
   const most = () => Math.max(...rules.map((_, line) => steps(line)));
   const x = frame => SIDE + (W() - 2 * SIDE) * (frame / Math.max(1, view.row.frames - 1));
   const frames = (line, step) => [0, 1].map(k => sampled()[line].indices[2 * step + k]);
+  const written = (line, step) => (sampled()[line].tenths[step] / 10).toFixed(view.shared.decimals[line]);
   const middle = (line, step) => frames(line, step).reduce((sum, frame) => sum + x(frame) / 2, 0);
   const item = (line, step) => step * rules.length + line;
   const lineOf = i => Math.max(0, i) % rules.length;
@@ -25,7 +26,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `the frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
-    caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in whole seconds, so neighbouring pairs can have the same timestamp",
+    caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in seconds: GLM-4.1V and 4.5V write whole seconds, so neighbouring pairs can have the same timestamp",
     size: () => [W(), FILM + rules.length * LINE()],
     at: (px, py) => nearest(Math.max(0, Math.min(rules.length - 1, Math.floor((py - FILM) / LINE()))), px),
     step(i, dx, dy) {
@@ -51,7 +52,7 @@ export default explorer(view => {
           const [left, right] = frames(line, i).map((frame, k) => view.ease(`${line} ${i} ${k}`, x(frame)));
           for (const at of [left, right]) pen.fillRect(at - 1, top + 24 - high, 2, TALL() + high);
           pen.fillRect(left - 1, top + 22 + TALL(), right - left + 2, 3);
-          const text = sampled()[line].timestamps[i], half = pen.measureText(text).width / 2, at = Math.min(width - half, Math.max(half, (left + right) / 2));
+          const text = written(line, i), half = pen.measureText(text).width / 2, at = Math.min(width - half, Math.max(half, (left + right) / 2));
           if (at - half < free) continue;
           pen.fillStyle = view.colors[chosen(line, i) ? "highlight_text" : "muted"]; pen.fillText(text, at, top + 30 + TALL());
           free = at + half + 4;
@@ -78,10 +79,10 @@ export default explorer(view => {
     draw(pen) {
       const line = shown();
       pen.textAlign = "center"; pen.textBaseline = "bottom";
-      sampled()[line].timestamps.forEach((second, i) => {
+      sampled()[line].tenths.forEach((_, i) => {
         const left = (i % COLUMNS()) * CELL, top = Math.floor(i / COLUMNS()) * HIGH;
         pen.fillStyle = color(line, i); pen.fillRect(left, top, CELL - 4, 18);
-        pen.fillStyle = view.colors.ink; pen.fillText(second, left + (CELL - 4) / 2, top + HIGH - 4);
+        pen.fillStyle = view.colors.ink; pen.fillText(written(line, i), left + (CELL - 4) / 2, top + HIGH - 4);
       });
     },
   });
@@ -90,7 +91,7 @@ export default explorer(view => {
     const line = lineOf(view.item), step = stepOf(view.item), [first, second] = frames(line, step);
     const at = frame => `${frame} (${(frame / view.option("fps")).toFixed(2)} s)`;
     const pair = first === second ? `frame ${at(first)}, used twice` : `frames ${at(first)} and ${at(second)}`;
-    return `${rules[line]}, pair ${step + 1}: ${pair}; the timestamp in the prompt is ${sampled()[line].timestamps[step]}`;
+    return `${rules[line]}, pair ${step + 1}: ${pair}; the timestamp in the prompt is ${written(line, step)}`;
   });
   return { count: () => rules.length * most() };
 });

@@ -37,19 +37,21 @@ class TimelineExplorer(Explorer):
             Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
         shared = {"rules": [RELEASES[name] for name in VARIANTS], "words": [WORDS[name] for name in VARIANTS]}
+        shared["decimals"] = [0 if name == "glm4v" else 1 for name in VARIANTS]
         rows = {state: self._row(*state) for state in states}
         selected = VARIANTS.index(variant)
         super().__init__(controls, rows, shared=shared, start=(fps, duration), selected=selected)
 
     def _row(self, fps: float, duration: float) -> dict:
         """Return the video's number of frames and, per rule, the sampled indices, two per step,
-        and the timestamps.
+        and the timestamps in tenths of a second.
         """
         frames = max(1, round(duration * fps))
         sampled = []
         for name in VARIANTS:
             sample = sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration)
-            sampled.append({"indices": np.array(sample.indices), "timestamps": np.array(sample.timestamps)})
+            tenths = np.rint(10 * np.array(sample.timestamps)).astype(int)
+            sampled.append({"indices": np.array(sample.indices), "tenths": tenths})
         return {"frames": frames, "sampled": sampled}
 
     def figure(self) -> Figure:
@@ -61,7 +63,7 @@ class TimelineExplorer(Explorer):
     def describe(self) -> str:
         (fps, duration), row = self.states[self.index], self.row(self.index)
         each = ", ".join(
-            f"{name} samples {len(set(sample['indices'].tolist()))} frames in {len(sample['timestamps'])} grid steps"
+            f"{name} samples {len(set(sample['indices'].tolist()))} frames in {len(sample['tenths'])} grid steps"
             for name, sample in zip(VARIANTS, row["sampled"], strict=True)
         )
         return f"From the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} frames per second, {each}."
