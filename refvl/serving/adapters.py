@@ -208,6 +208,8 @@ def _by_name(model) -> nn.Module:
     """Return the model's parts as one module with transformers' names."""
     root = _Names()
     for place, home in layer_names(model.family).places.items():
+        if home.startswith("language_model") and not model.language_model:
+            continue  # loaded with text=False
         *above, name = place.split(".")
         parent = root
         for part in above:
