@@ -21,7 +21,8 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # features with one entry per token
+TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds", "mm_token_type_ids", "attention_mask")  # an entry per token
+FILLERS = {"labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1}  # for prompts that lack such a feature
 
 
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
@@ -90,10 +91,15 @@ def media_extents(trace: Any) -> list[tuple[int, int]]:
 class PackingCollator:
     """A `data_collator` for transformers' Trainer and for TRL, which packs the features of a step into one sequence.
 
-    A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` (L,), `inputs_embeds` (L, D) and
-    `deepstack_embeds` are packed as well. All other tensors, such as `pixel_values` and `image_grid_thw`, are
-    concatenated. The first label of each prompt is ignored, because the token before it belongs to another prompt. The
-    batch sets `use_cache=False`, because with a cache transformers treats all prompts as one.
+    A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` and `mm_token_type_ids` (L,),
+    `inputs_embeds` (L, D) and `deepstack_embeds` are packed as well. All other tensors, such as `pixel_values` and
+    `image_grid_thw`, are concatenated. A value of None counts as absent. Prompts without labels have no loss, and
+    prompts without DeepStack features get zeros. The first label of each prompt is ignored, because the token before it
+    belongs to another prompt. The batch sets `use_cache=False`, because with a cache transformers treats all prompts as
+    one. It does the same if it gets an `attention_mask`, so a mask of ones is dropped.
+
+    Raises ValueError for a feature of another length than the prompt, for other features that only some prompts have,
+    and for a mask with zeros.
     """
 
     def __init__(self, pad_to: int | None = None):
@@ -101,16 +107,32 @@ class PackingCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         batch: dict[str, Any] = {"use_cache": False, **pack(features, pad_to=self.pad_to)}
-        starts, length = batch.pop("cu_seqlens")[:-1].long(), batch["input_ids"].shape[1]
-        for name in set().union(*features) - {"input_ids", "positions"}:
-            joined = torch.cat([torch.as_tensor(feature[name]) for feature in features if name in feature])
+        starts = batch.pop("cu_seqlens").long()
+        names = {name for feature in features for name in feature if feature[name] is not None}
+        for name in names - {"input_ids", "positions"}:
             if name in TOKENWISE:
-                filler = joined.new_full((length - len(joined), *joined.shape[1:]), IGNORED if name == "labels" else 0)
-                joined = torch.cat([joined, filler])[None]
-            batch[name] = joined
+                batch[name] = _per_token(name, features, starts.diff().tolist())
+            else:
+                batch[name] = torch.cat([torch.as_tensor(f[name]) for f in features if f.get(name) is not None])
+        if not batch.pop("attention_mask", starts + 1).all():
+            raise ValueError("attention_mask: expected ones, got zeros; remove the padding of each prompt first")
         if "labels" in batch:
-            batch["labels"][0, starts] = IGNORED
+            batch["labels"][0, starts[:-1]] = IGNORED
         return batch
+
+
+def _per_token(name: str, features: Sequence[Mapping[str, Tensor]], lengths: list[int]) -> Tensor:
+    """Join a feature with one entry per token, (1, L, ...); fill it for prompts that lack it, and for padding."""
+    given = [None if feature.get(name) is None else torch.as_tensor(feature[name]) for feature in features]
+    like = next(x for x in given if x is not None)
+    lacking = [i for i, x in enumerate(given) if x is None]
+    if lacking and name not in FILLERS:
+        raise ValueError(f"features[{lacking[0]}]: expected {name}, because other prompts have it, got none")
+    blanks = [like.new_full((length, *like.shape[1:]), FILLERS.get(name, 0)) for length in lengths]
+    for i, x in enumerate(given):
+        if x is not None:
+            blanks[i] = check_shape(x, tuple(blanks[i].shape), f"features[{i}]: {name}")
+    return torch.cat(blanks)[None]
 
 
 def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:

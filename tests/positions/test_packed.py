@@ -26,14 +26,14 @@ def traces_of(name: str) -> list:
     return [random_model(name).trace(**request, max_new_tokens=1) for request in requests]
 
 
-def loss_of(language_model, features: list[dict], position_ids) -> torch.Tensor:
-    """Summed cross-entropy of the next token, with the embeddings of `features` end to end."""
-    deepstack = torch.cat([f["deepstack_embeds"] for f in features])[None]
-    given = {"deepstack_embeds": deepstack} if deepstack.shape[-1] else {}
-    embeds = torch.cat([f["inputs_embeds"] for f in features])[None]
-    logits = language_model(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, **given).logits[0]
-    labels = torch.cat([f["labels"] for f in features])
-    return torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100)
+def loss_and_gradients(language_model, batch: dict, rows: int = 4) -> tuple[float, torch.Tensor]:
+    """Of the summed cross-entropy of the next token, with the last `rows` rows of positions."""
+    given = {name: batch[name] for name in ("inputs_embeds", "deepstack_embeds") if batch[name].shape[-1]}
+    language_model.zero_grad()
+    logits = language_model(position_ids=batch["position_ids"][-rows:], use_cache=False, **given).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], batch["labels"][0, 1:], reduction="sum", ignore_index=-100)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in language_model.parameters() if p.grad is not None])
 
 
 def features_of(traces: list, placeholders: torch.Tensor) -> list[dict]:
@@ -43,6 +43,7 @@ def features_of(traces: list, placeholders: torch.Tensor) -> list[dict]:
         labels = trace.input_ids.masked_fill(torch.isin(trace.input_ids, placeholders), -100)
         labels[0] = -100
         rows = {"inputs_embeds": trace.inputs_embeds.double(), "deepstack_embeds": trace.deepstack.double()}
+        rows["attention_mask"] = torch.ones_like(labels)
         features.append({"input_ids": trace.input_ids, "positions": trace.positions, "labels": labels} | rows)
     return features
 
@@ -50,34 +51,35 @@ def features_of(traces: list, placeholders: torch.Tensor) -> list[dict]:
 @each_family
 @pytest.mark.thorough
 def test_packed_prompts_give_the_losses_and_gradients_of_separate_ones(name):
-    """To 1e-6, as routers of experts are float32 in any case; with the rows of M-RoPE alone prompts see each other."""
-    traces = traces_of(name)
-    features = features_of(traces, torch.tensor(list(random_model(name).token_ids.values())))
+    """To 1e-6, as routers of experts are float32 in any case; with the rows of M-RoPE alone prompts see each other.
+
+    A prompt without labels adds nothing; text needs no DeepStack features, and no prompt a mask of ones.
+    """
+    features = features_of(traces_of(name), torch.tensor(list(random_model(name).token_ids.values())))
     language_model = copy.deepcopy(random_model(name).language_model).double()
-    packed = pack(traces)
+    packed = PackingCollator()(features)
     if isinstance(language_model, Qwen3_5TextModel):
         with pytest.raises(
             ValueError,
             match=r"expected one prompt, because Qwen3\.5's linear-attention layers would mix packed prompts",
         ):
-            loss_of(language_model, features, packed["position_ids"])
+            loss_and_gradients(language_model, packed)
         return
-    found = []
-    for way in ("alone", "packed"):
-        language_model.zero_grad()
-        if way == "alone":
-            losses = [loss_of(language_model, [f], f["positions"][:, None]) for f in features]
-        else:
-            losses = [loss_of(language_model, features, packed["position_ids"])]
-        torch.stack(losses).sum().backward()
-        gradients = torch.cat([p.grad.flatten() for p in language_model.parameters() if p.grad is not None])
-        found.append((sum(loss.item() for loss in losses), gradients))
-    (alone, expected), (together, gradients) = found
-    assert together == pytest.approx(alone, rel=1e-6)
-    assert (gradients - expected).norm() <= 1e-6 * expected.norm()
+    alone = []
+    for feature in features:
+        batch = {key: value[None] for key, value in feature.items()}
+        alone.append(
+            loss_and_gradients(language_model, batch | {"position_ids": feature["positions"][:, None]}, rows=3)
+        )
+    for lacking, i in ((None, 0), ("labels", 0), ("labels", 2), ("deepstack_embeds", 1), ("attention_mask", 0)):
+        given = [feature | {lacking: None} if j == i else feature for j, feature in enumerate(features)]
+        loss, gradients = loss_and_gradients(language_model, PackingCollator()(given))
+        losses, expected = zip(*(x for j, x in enumerate(alone) if lacking != "labels" or j != i), strict=True)
+        assert loss == pytest.approx(sum(losses), rel=1e-6)
+        assert (gradients - sum(expected)).norm() <= 1e-6 * sum(expected).norm()
     if random_model(name).language_model.model_positions(torch.zeros(3, 1, 1)).ndim == 3:
-        leaking = loss_of(language_model, features, packed["position_ids"][1:]).item()
-        assert abs(leaking - alone) > 1e-3 * alone
+        leaking, _ = loss_and_gradients(language_model, packed, rows=3)
+        assert abs(leaking - sum(loss for loss, _ in alone)) > 1e-3 * leaking
 
 
 @each_family
@@ -127,6 +129,31 @@ def test_what_cannot_be_packed_is_refused(prompts, options, message):
         pack(prompts, **options)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": [1, 2, 3]}, r"features\[1\]: labels: dimension 0 must be 4, got 3"),
+        ({"inputs_embeds": torch.zeros(4, 8)}, r"features\[0\]: expected inputs_embeds, because other prompts have it"),
+        ({"mm_token_type_ids": [0] * 4}, r"features\[0\]: expected mm_token_type_ids, because other"),
+        ({"deepstack_embeds": torch.zeros(3, 8)}, r"features\[1\]: deepstack_embeds: dimension 0 must be 4, got 3"),
+        ({"attention_mask": [0, 1, 1, 1]}, "attention_mask: expected ones, got zeros; remove the padding"),
+    ],
+)  # fmt: skip
+def test_features_that_do_not_fit_their_prompt_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PackingCollator()([PROMPT, PROMPT | changes])
+
+
+def test_a_prompt_without_labels_and_the_padding_have_no_loss():
+    """Oracle: written by hand. The dtypes are those given, and what belongs to media is joined."""
+    first = PROMPT | {"mm_token_type_ids": torch.tensor([0, 1, 1, 0]), "labels": None}
+    second = first | {"labels": [5, 6, 7, 8], "pixel_values": torch.ones(3, 2), "attention_mask": [1, 1, 1, 1]}
+    batch = PackingCollator(pad_to=10)([first, second])
+    assert batch["labels"].tolist() == [[-100] * 5 + [6, 7, 8] + [-100] * 2]
+    assert batch["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 1, 1, 0, 0, 0]]
+    assert batch["pixel_values"].shape == (3, 2) and "attention_mask" not in batch
+
+
 @pytest.mark.thorough
 def test_transformers_trainer_takes_a_packed_step(tmp_path):
     """One step by transformers' Trainer on its own Qwen2.5-VL: the mean loss of separate prompts, by their tokens."""
@@ -137,11 +164,12 @@ def test_transformers_trainer_takes_a_packed_step(tmp_path):
     theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
     questions = ("What color is the circle?", "Where is the star?")
     traces = [ours.trace(q, images=[PICTURE], max_new_tokens=1) for q in questions]
-    features, summed, count = [], 0.0, 0
+    features, summed, count, placeholder = [], 0.0, 0, ours.token_ids["image"]
     for trace in traces:
         media = {"pixel_values": trace.patches[0].pixel_values, "image_grid_thw": torch.tensor([trace.layouts[0]])}
-        features.append({"input_ids": trace.input_ids, "positions": trace.positions, "labels": trace.input_ids} | media)
         ids = trace.input_ids[None]
+        theirs_adds = {"attention_mask": torch.ones_like(ids[0]), "mm_token_type_ids": (ids[0] == placeholder).int()}
+        features.append({"input_ids": ids[0], "positions": trace.positions, "labels": ids[0]} | media | theirs_adds)
         given = {"input_ids": ids, "labels": ids, "position_ids": trace.positions[:, None]}
         with torch.no_grad():
             alone = theirs(**given, use_cache=False, **media).loss
