@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from PIL import Image
 from tiers import quick_tier, with_few_examples
 
 from refvl.paths import DATA
@@ -39,6 +40,22 @@ TORCHVISION_OPERATORS = _complete_torchvision()
 
 settings.register_profile("shared machine", deadline=None)  # slow is not wrong
 settings.load_profile("shared machine")
+
+
+@pytest.fixture(scope="module")
+def width_first():
+    """Let one call of Pillow resize the width before the height, so that transformers' Pillow backend does, too.
+
+    Pillow 13.0 takes the other order for some sizes; tests/pixels/test_resize.py holds the order without this.
+    """
+    once = Image.Image.resize
+
+    def resize(self, size, resample=None, **options):
+        return once(once(self, (size[0], self.height), resample, **options), size, resample)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image.Image, "resize", resize)
+        yield
 
 
 def pytest_addoption(parser):

@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.checks import as_integer_rows
+from refvl.pixels.images import resize
 from refvl.pixels.patches import check_preprocessing, known_fields
 
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
@@ -215,8 +216,8 @@ def cut_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Image.
     plan = plan_crops(*image.size, config)
     square = Image.new("RGB", plan.padded)
     square.paste(image)
-    overview = square.resize(plan.resized, Image.Resampling.BILINEAR)
-    canvas = overview.resize(plan.canvas, Image.Resampling.BILINEAR)
+    overview = resize(square, *reversed(plan.resized), Image.Resampling.BILINEAR)
+    canvas = resize(overview, *reversed(plan.canvas), Image.Resampling.BILINEAR)
     return overview, [canvas.crop(box) for box in plan.boxes], plan
 
 

@@ -100,6 +100,18 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
     return image.transpose(rotation) if rotation is not None else image
 
 
+def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampling.BICUBIC) -> Image.Image:
+    """Resize an 8-bit image with Pillow, first its width, then its height.
+
+    Pillow rounds and clips to 8 bits between the two passes, so their order changes the result. Pillow 13.0 runs the
+    vertical pass first if the height shrinks by more than twice as many pixels as the width. Up to Pillow 12, and in
+    torchvision, the horizontal pass runs first, so the released models were trained on these pixels. Two calls with
+    one pass each give them under any version.
+    """
+    across = image.resize((width, image.height), resampling)
+    return across.resize((width, height), resampling)
+
+
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
     """Return a tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as in torch."""
     array: Any = source

@@ -10,9 +10,11 @@
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
-Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit. Videos match its torchvision
-backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself is not
-needed. The two backends round differently, so the values of an image and of a video with the same frame differ
+Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit under Pillow 12; under Pillow
+13.0, that backend resizes some images in another order (`refvl.pixels.images.resize`). If torchvision is installed,
+transformers uses its torchvision backend, whose pixels `replace(config, resize="torchvision")` gives. Videos match the
+torchvision backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself
+is not needed. The two backends round differently, so the values of an image and of a video with the same frame differ
 slightly.
 
 `refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
@@ -25,15 +27,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import PIL
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, blame, check_positive_int, read_json
+from refvl.checks import Grid, blame, check_names, check_positive_int, read_json
+from refvl.pixels.images import resize
 from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
+RESIZERS = {"pillow": f"Pillow {PIL.__version__}", "torchvision": f"torch {torch.__version__}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,11 @@ class PatchConfig:
     fps: float = 2.0  # frames per second that are sampled from a video (see refvl.pixels.media)
     min_frames: int = 4
     max_frames: int = 768
+    resize: str = "pillow"  # or "torchvision": images are prepared as transformers does if torchvision is installed
 
     def __post_init__(self):
         check_preprocessing(self)
+        check_names([self.resize], list(RESIZERS), "resize", ValueError)
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
 
@@ -200,7 +207,10 @@ def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1)
 
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
     """Resize and cut an image that came from `load_image`; rows are normalised later."""
-    pixels_HWC = torch.from_numpy(np.array(resize_image(image, config)))  # uint8
+    if config.resize == "torchvision":
+        return levels_of_frames(np.array(image)[None], config)
+    resized = resize(image, *config.target_size(image.height, image.width))
+    pixels_HWC = torch.from_numpy(np.array(resized))  # uint8
     rows, grid = cut_rows(pixels_HWC.permute(2, 0, 1)[None], config, Tp=1)  # a still image is cut once, not Tp times
     return Levels(rows, level_table(config), config.temporal_patch_size), grid
 
@@ -214,12 +224,6 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
     Tp = config.temporal_patch_size
     rows, grid = cut_rows(pixels_TCHW, config, Tp=1 if len(pixels_TCHW) == 1 else Tp)
     return Levels(rows, level_table(config, fused=True), Tp), grid
-
-
-def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
-    """Resize an image to `config.target_size` with Pillow's bicubic filter, on 8-bit values."""
-    height, width = config.target_size(image.height, image.width)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:

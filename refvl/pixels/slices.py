@@ -30,6 +30,7 @@ from torch import Tensor
 
 from refvl.checks import blame, check_shape, read_json
 from refvl.pixels.by_hand import denormalize
+from refvl.pixels.images import resize
 from refvl.pixels.patches import Levels, check_preprocessing, known_fields, level_table
 
 Size = tuple[int, int]
@@ -165,12 +166,12 @@ def fit_area(width: int, height: int, config: SliceConfig) -> Size:
 def slice_image(image: Image.Image, config: SliceConfig) -> list[Image.Image]:
     """Cut an image that came from `load_image` into [overview, slices row by row]; errors as in `plan_slices`."""
     plan = plan_slices(*image.size, config)
-    overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
+    overview = resize(image, *reversed(plan.overview))
     if plan.grid is None or plan.cell is None:
         return [overview]
     columns, rows = plan.grid
     width, height = plan.cell
-    enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
+    enlarged = resize(image, rows * height, columns * width)
     corners = [(column * width, row * height) for row in range(rows) for column in range(columns)]
     return [overview, *(enlarged.crop((left, top, left + width, top + height)) for left, top in corners)]
 

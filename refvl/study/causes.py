@@ -67,7 +67,9 @@ def _resized(model: Any, run: Any, what: str, media: Sequence) -> Made:
     yield "", levels.normalize()
     for resampling in Image.Resampling:
         resized = image.resize((w * config.patch_size, h * config.patch_size), resampling)
-        yield f"resize filter: {resampling.name.lower()}", levels_of_image(resized, config)[0].normalize()
+        same = resampling is Image.Resampling.BICUBIC  # one call of Pillow 13.0 may resize the height first
+        what = "order of the two passes" if same else f"filter: {resampling.name.lower()}"
+        yield f"resize {what}", levels_of_image(resized, config)[0].normalize()
     yield "resize filter: torchvision's bicubic", levels_of_frames(np.asarray(image)[None], config)[0].normalize()
 
 

@@ -32,6 +32,7 @@ class Trace(Record):
     and inputs_embeds are empty, because their tensors are freed during the run.
     """
 
+    resizer: str = ""  # the software that resized images and its version, such as "Pillow 13.0.0"
     largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in it or its layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
     first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen

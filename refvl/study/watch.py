@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from refvl.attention import Segments
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
+from refvl.pixels.patches import RESIZERS
 from refvl.serving.features import first_rows, in_patch_order, keep_output, share_weights
 from refvl.serving.long_prompts import read_in_chunks
 from refvl.study.interventions import with_replacements
@@ -257,6 +258,7 @@ def trace(
         text = model.language_model
         with Readout(text, text.model.layers, len(run.input_ids)) as readout:
             output = answer(run, max_new_tokens, **options)
+    run.resizer = RESIZERS[getattr(model.processor.image_config, "resize", "pillow")]
     run.first_logits, run.last_states = readout.first_logits, readout.last_states
     run.margins = readout.margins(len(run.token_ids))
     keep_largest(run, largest)

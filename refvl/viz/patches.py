@@ -12,8 +12,8 @@ from torch import Tensor
 
 from refvl.checks import Grid, as_grids, check_shape
 from refvl.pixels.by_hand import unpatchify
-from refvl.pixels.media import load_image
-from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
+from refvl.pixels.images import load_image, resize
+from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, centered, image_axes
 
@@ -48,7 +48,7 @@ def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Gri
     return its axes and its grid (1, h, w).
     """
     picture = load_image(image)
-    resized = resize_image(picture, config)
+    resized = resize(picture, *config.target_size(picture.height, picture.width))
     t, h, w = grid = plan_grid(picture.height, picture.width, config)
     title = (
         f"{picture.width} x {picture.height} px, resized to {resized.width} x {resized.height} px\n"

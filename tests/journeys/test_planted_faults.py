@@ -9,7 +9,7 @@ first stage and the first row are named.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ from shipped import shipped
 import refvl
 from refvl.paths import DATA
 from refvl.pixels import patches
+from refvl.pixels.images import resize
 from refvl.study import releases
 from refvl.study.recording import record_transformers
 
@@ -80,11 +81,7 @@ tower_axes = replan(positions=lambda plan: plan.positions.flip(1))
 
 
 def bilinear(vlm, patch) -> None:
-    def resize_image(image, config):
-        height, width = config.target_size(image.height, image.width)
-        return image.resize((width, height), Image.Resampling.BILINEAR)
-
-    patch.setattr(patches, "resize_image", resize_image)
+    patch.setattr(patches, "resize", partial(resize, resampling=Image.Resampling.BILINEAR))
 
 
 def release(vlm, patch) -> None:

@@ -26,6 +26,7 @@ from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import smart_resize_video
 from refvl.pixels.patches import Levels, PatchConfig, level_table, plan_grid, resize_frames
 
+pytestmark = pytest.mark.usefixtures("width_first")
 GLM = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())
 PHOTOS = sorted((DATA / "pictures").iterdir())
 SMALL = PatchConfig(patch_size=2, min_pixels=16, max_pixels=400)  # merged tokens of 4 x 4 pixels

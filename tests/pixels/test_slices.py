@@ -24,6 +24,7 @@ from refvl.pixels.slices import (
     slice_image,
 )
 
+pytestmark = pytest.mark.usefixtures("width_first")
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "minicpmv_slicing.json").read_text())
 PHOTOS = sorted((DATA / "pictures").glob("*.jpg"))
 CONFIG = SliceConfig()
