@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -191,11 +192,17 @@ def texts(pattern: str) -> dict[str, str]:
     return found
 
 
+@cache
+def words(pattern: str) -> dict[str, Counter[str]]:
+    """Return how often each word stands in each of the `texts`."""
+    return {path: Counter(re.findall(r"\w+", text)) for path, text in texts(pattern).items()}
+
+
 def most_uses(name: str, pattern: str) -> str:
     """Return the file that contains the word `name` most often; "" if none does."""
-    counts = {path: len(re.findall(rf"\b{name}\b", text)) for path, text in texts(pattern).items()}
-    best = max(counts, key=counts.__getitem__)
-    return best if counts[best] else ""
+    counts = words(pattern)
+    best = max(counts, key=lambda path: counts[path][name])
+    return best if counts[best][name] else ""
 
 
 def entries() -> list[Entry]:
@@ -205,7 +212,7 @@ def entries() -> list[Entry]:
     for module, name, value in public():
         if callable(value):
             source = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT).as_posix()
-            line = inspect.getsourcelines(value)[1]
+            line = inspect.findsource(value)[1] + 1
             is_error = isinstance(value, type) and issubclass(value, Exception)
             signature = name + ("(message)" if is_error else str(inspect.signature(value)))
         else:

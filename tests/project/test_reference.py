@@ -8,12 +8,9 @@ pytest.importorskip("nbconvert")
 
 import reference
 
-ENTRIES = reference.entries()
-OBJECTS = {(module, name): value for module, name, value in reference.public()}
-
 
 def test_every_name_has_a_signature_a_sentence_and_links():
-    for entry in ENTRIES:
+    for entry in reference.entries():
         assert entry.signature.startswith(entry.name) and len(entry.doc.split()) > 3, entry.anchor
         assert not entry.doc.startswith(f"{entry.name}("), f"{entry.anchor}: the docstring is a dataclass's own"
         assert (reference.ROOT / entry.source).is_file() and (reference.ROOT / entry.test).is_file(), entry.anchor
@@ -22,11 +19,11 @@ def test_every_name_has_a_signature_a_sentence_and_links():
 
 def functions():
     """Every public function, and every public method of the public classes, with the docstrings that describe it."""
-    for key, value in OBJECTS.items():
+    for module, key, value in reference.public():
         if inspect.isfunction(value):
-            yield ".".join(key), value, inspect.getdoc(value) or ""
+            yield f"{module}.{key}", value, inspect.getdoc(value) or ""
         for name, method in reference.methods(value):
-            yield ".".join((*key, name)), method, f"{inspect.getdoc(method) or ''}\n{inspect.getdoc(value)}"
+            yield f"{module}.{key}.{name}", method, f"{inspect.getdoc(method) or ''}\n{inspect.getdoc(value)}"
 
 
 def test_methods_have_docstrings():
