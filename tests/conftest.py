@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from PIL import Image
-from tiers import quick_tier, with_few_examples
+from tiers import mark_repeats, quick_tier, with_few_examples
 
 from refvl.paths import DATA
 
@@ -78,8 +78,11 @@ def pytest_configure(config):
         config.add_cleanup(lambda: device.__exit__(None, None, None))
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    """pytest itself selects by marks in between."""
+    mark_repeats(items)
+    yield
     _rest_coverage(items)
     tier = config.getoption("tier")
     quick = quick_tier(items)

@@ -4,9 +4,11 @@ is in both.
 The quick tier takes from each test its first case, and its first case of every kind of family. It
 leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
 Hypothesis tries a few examples only.
+
+A test over all families that takes a second per case is marked `matrix`: its other cases are `slow`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -21,18 +23,30 @@ def kind_of(case: str) -> str | None:
     return next((kind for kind in KINDS if kind in word), None)
 
 
+def first_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The first case of every test, and its first case of every kind, in their order."""
+    seen, first = set(), []
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        keys = {(test, ""), (test, kind_of(case))}
+        if not keys <= seen:
+            first.append(item)
+        seen |= keys
+    return first
+
+
 def quick_tier(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items of the quick tier, in their order."""
-    seen, quick = set(), []
-    for item in items:
-        if item.get_closest_marker("thorough"):
-            continue
-        test, _, case = item.nodeid.partition("[")
-        first_of_test, first_of_kind = (test, ""), (test, kind_of(case))
-        if first_of_test not in seen or first_of_kind not in seen:
-            quick.append(item)
-        seen |= {first_of_test, first_of_kind}
-    return quick
+    return first_cases(item for item in items if not item.get_closest_marker("thorough"))
+
+
+def mark_repeats(items: Sequence[pytest.Item]) -> None:
+    """Of a test that is marked `matrix`, all but the first cases become `slow`."""
+    cases = [item for item in items if item.get_closest_marker("matrix")]
+    first = set(first_cases(cases))
+    for item in cases:
+        if item not in first:
+            item.add_marker("slow")
 
 
 def with_few_examples(item: pytest.Item) -> None:

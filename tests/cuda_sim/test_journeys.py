@@ -50,7 +50,11 @@ def counted(machine, function):
     return result, Counter(machine.counts)
 
 
-@pytest.fixture(scope="module", params=list(filter(is_read_here, CASES)))
+SLOW = ("tiny-qwen3_vl", "tiny-minicpmv-4_5")
+MODELS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES if is_read_here(name)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def run(request):
     """Everything that is asked of one model, on the CPU and on the device."""
     folder, (question, media) = DATA / "checkpoints" / request.param, CASES[request.param]

@@ -94,6 +94,7 @@ def test_questions_about_pages_are_answered_as_if_asked_alone(crops):
 
 
 @pytest.mark.thorough
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
     """Four steps: the tower alone, then with the language model, asides and photographs; every
@@ -118,7 +119,7 @@ def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_average_their_gradients(tmp_path):
     """Oracle: the log, and the digest of what is written.
 

@@ -7,13 +7,14 @@ given these fields.
 
 import os
 import stat
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from closeness import assert_agree
+from forked import CONTEXT, torchrun_variables
 from PIL import Image
 from random_models import random_model
 from safetensors.torch import save_file
@@ -23,6 +24,7 @@ from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.serving import export
 from refvl.serving.export import encode_folder, read_embeddings, read_header, vllm_inputs
+from refvl.tools.cli import main
 
 CLIP = DATA / "clips" / "scene.mp4"
 SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
@@ -161,15 +163,32 @@ def test_the_command(shell, vlm, checkpoint, folder, tmp_path, monkeypatch):
     assert "add --data-parallel" in shell("encode", checkpoint, folder, "--out", tmp_path / "out")[2]
 
 
+def encode_as_rank(environment, arguments, said):
+    """`refvl encode` in one process of several, as torchrun starts them."""
+    os.environ |= environment
+    torch.set_num_threads(1)
+    sys.argv = ["refvl", "encode", *map(str, arguments)]
+    with said.open("w") as stream, redirect_stdout(stream), redirect_stderr(stream):
+        main()
+
+
 @pytest.mark.thorough
 def test_two_ranks_share_the_work(vlm, checkpoint, folder, tmp_path):
     (folder / "text.png").write_text("no image")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
-    command = [*torchrun, "encode", checkpoint, folder, "--out", tmp_path / "out", "--device", "cpu", "--data-parallel"]
-    shared = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert shared.returncode, shared.stderr
-    assert shared.stdout.count("4 encoded, 0 skipped") == 1, shared.stderr
-    assert shared.stderr.count("refvl: text.png: ") == 1
+    command = [checkpoint, folder, "--out", tmp_path / "out", "--device", "cpu", "--data-parallel"]
+    said = [tmp_path / "rank0", tmp_path / "rank1"]
+    processes = [
+        CONTEXT.Process(target=encode_as_rank, args=(environment, command, file))
+        for environment, file in zip(torchrun_variables(2), said, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    together = "".join(file.read_text() for file in said)
+    assert any(process.exitcode for process in processes), together
+    assert together.count("4 encoded, 0 skipped") == 1, together
+    assert together.count("refvl: text.png: ") == 1
     check_equal(vlm, folder, tmp_path / "out")
 
 

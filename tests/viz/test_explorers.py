@@ -6,12 +6,12 @@ Oracle of the tables: refvl's functions, called again for a sample of states. Wh
 
 import base64
 import html
+import importlib
 import io
 import itertools
 import json
 import random
 import re
-import subprocess
 import sys
 import zlib
 from functools import cache
@@ -28,8 +28,10 @@ import traitlets
 from explorer_oracles import ORACLES, assert_agree
 from shipped import shipped
 
+import refvl
 from refvl import viz
 from refvl.paths import DATA
+from refvl.pixels.patches import PatchConfig
 from refvl.viz.explorers import Control, Explorer, module, page
 from refvl.viz.explorers.gallery import GALLERY
 from refvl.viz.explorers.tower import project_colors
@@ -216,14 +218,12 @@ def test_text_of_a_table_cannot_end_its_script():
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<!--" not in text and "alert(1)" in text
 
 
-@pytest.mark.thorough
-def test_viz_needs_no_anywidget_and_says_where_explorers_do():
-    """In a process whose import of anywidget fails."""
-    code = (
-        "import sys; sys.modules['anywidget'] = None\n"
-        "from PIL import Image; from refvl import viz; from refvl.pixels.patches import PatchConfig\n"
-        "try: viz.explore_windows(Image.new('RGB', (280, 196)), PatchConfig())\n"
-        "except ModuleNotFoundError as error: print(error)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout.strip() == "explorers need anywidget: pip install 'refvl[notebooks]'", ran.stderr
+def test_viz_needs_no_anywidget_and_says_where_explorers_do(monkeypatch):
+    """All of viz is imported anew, and the import of anywidget fails."""
+    for name in [name for name in sys.modules if name.startswith("refvl.viz")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.setattr(refvl, "viz", viz)  # put back after the import
+    anew = importlib.import_module("refvl.viz")
+    with pytest.raises(ModuleNotFoundError, match=r"^explorers need anywidget: pip install 'refvl\[notebooks\]'$"):
+        anew.explore_windows(Image.new("RGB", (280, 196)), PatchConfig())
