@@ -63,8 +63,8 @@ test-quantised: $(STAMP) ## the tests that need torchao, in .venv-quantised: its
 	.venv-quantised/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchao
 	@touch $@
 
-test-slow: $(STAMP) ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow
+test-slow: $(STAMP) ## the tests that take minutes, and the costly ones over every family
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py

@@ -1,6 +1,7 @@
 """Fixtures that several test files share, and what must happen before any of them imports
 transformers."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -93,6 +94,11 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(quick) if tier == "quick" else set(items) - set(quick)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: the garbage collector need not visit it again and again."""
+    gc.freeze()
 
 
 def _rest_coverage(items) -> None:

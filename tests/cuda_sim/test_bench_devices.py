@@ -13,7 +13,7 @@ TINY = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_benchmark_runs_on_the_second_gpu(monkeypatch, shell):
     for name, value in TINY.items():
         monkeypatch.setattr(tower, name, value)

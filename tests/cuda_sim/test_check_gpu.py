@@ -18,11 +18,9 @@ from refvl.positions import rotary
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
-ONE_TEST = ("tests/cuda_sim/test_driver.py", "-k", "read_back")  # in the place of `pytest -m gpu`
-
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(monkeypatch, tmp_path):
     """Two simulated GPUs, on which torch.compile leaves code as it is; and checks that are small and run on a CPU."""
     with simulated_cuda(devices=2) as machine:
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
@@ -30,7 +28,8 @@ def gpus(monkeypatch):
         few = {name: gpu_checks.towers()[name] for name in ("Qwen2.5-VL", "Step3-VL")}
         monkeypatch.setattr(gpu_checks, "towers", lambda: few)
         monkeypatch.setattr(gpu_checks, "QUESTIONS", dict(list(gpu_checks.QUESTIONS.items())[:1]))
-        suite = partial(gpu_checks.run_suite, arguments=ONE_TEST)
+        (tmp_path / "test_one.py").write_text("def test_one(): pass")  # in the place of `pytest -m gpu`
+        suite = partial(gpu_checks.run_suite, arguments=(f"--rootdir={tmp_path}", str(tmp_path / "test_one.py")))
         monkeypatch.setattr(gpu_checks, "ALL", gpu_checks.ALL | {"suite": suite})
         yield machine
         monkeypatch.undo()  # here: later it would bring functions of this machine back

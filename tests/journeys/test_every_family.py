@@ -82,6 +82,7 @@ def test_what_does_not_fit_is_refused(name, change, message):
         random_model(name).generate(**(inputs | change(inputs)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budgets", [[8, 16, 64, 256], [2]], ids=["replayed", "too small"])
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "MiniCPM-V 2.0"])
 def test_graphs_change_no_id(name, budgets):
