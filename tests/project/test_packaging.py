@@ -66,7 +66,7 @@ def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     (job,) = WORKFLOW["jobs"].values()
     assert script == ["demo", "test", "test-rest"]
     runs = [run for step in job["steps"] if (run := step.get("run", "")).startswith("make ")]
-    assert runs == ["make demo", "make test-all"]
+    assert runs == ["make demo", "make test-all", "make test-slow"]
 
 
 def test_one_source_of_the_version():
