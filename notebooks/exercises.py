@@ -829,7 +829,7 @@ def check_crop_layout(function: Callable) -> str:
     - Per side: side // window, plus one if side / window - side // window > 0.2, and at least 1.
     """
     sizes = [
-        (100, 100), (727, 727), (728, 728), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
+        (100, 100), (728, 728), (729, 729), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
         (1920, 1080), (4000, 3000), (800, 400), (300, 2000), (31, 124), (31, 200),
     ]  # fmt: skip
     return _run(function, lambda width, height: plan_crops(width, height).layout, _named(PICTURE, sizes))

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments, equal_segments, group_segments, plan_segments, segment_capacity
-from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, SelfAttention, place_in_table
+from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, SelfAttention
 from refvl.encoders.slice_layouts import as_layouts
 from refvl.encoders.tower import Tower, to_device
 from refvl.encoders.weights import config_dict
@@ -131,7 +131,8 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         for h, w in sizes:
             order = fold_order(h, w, folds=self.config.folds)
             orders.append(order + start)
-            places.append(place_in_table(h, w, self.table_side)[order])
+            row, column = (torch.arange(n) * self.table_side // n for n in (h, w))  # rounded down, as in transformers
+            places.append((row[:, None] * self.table_side + column).flatten()[order])
             start += h * w
         segments = plan_segments([h * w for h, w in sizes], with_groups=self.backend() == "sdpa")
         folded = group_segments(segments["cu_seqlens"] // 4) if segments["groups"] is not None else None

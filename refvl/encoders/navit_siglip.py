@@ -70,7 +70,7 @@ class NaVitMetadata(Segments):
 
 
 class NaVitSiglip(Tower):
-    """The tower: strips of patches in, one vector per patch out; equal to transformers' tower on the same weights."""
+    """The tower: strips of patches in, one vector per patch out, as in the released code (`docs/differences.md`)."""
 
     config_class = NaVitSiglipConfig
 
@@ -201,9 +201,10 @@ class MLP(nn.Module):
 def place_in_table(h: int, w: int, side: int) -> Tensor:
     """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its entry in a side x side table.
 
-    Row r of the slice uses the entries in row floor(r / h * side) of the table. The row is computed in integers.
-    Upstream sorts the fraction r / h into buckets with bounds 1 / side, 2 / side, ...; for a fraction exactly on a
-    bound, upstream's result depends on rounding.
+    Row r of the slice uses the row of the table in which the fraction r / h lies. As in the released code, 1 / h is
+    rounded to float32, so a fraction on a bound may fall below it: patch row 5 of 25 uses row 13 of 70, not 14.
     """
-    row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    fractions = (torch.arange(0, 1 - 1e-6, 1 / torch.tensor(n)) for n in (h, w))
+    row, column = (torch.bucketize(x, bounds, right=True) for x in fractions)
     return (row[:, None] * side + column).flatten()

@@ -190,12 +190,12 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """Return the side of the crops' windows in pixels; 0 if only the overview is needed.
 
-    An image smaller than `image_size` has no crops unless it is elongated; then the side is the
-    image's short side. For a larger image, the side is `crop_size`, or the short side of a long
+    An image up to `image_size` has no crops unless it is elongated; then the side is the image's
+    short side. For a larger image, the side is `crop_size`, or the short side of a long
     strip if that is shorter. Upstream: `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
-    if long < config.image_size:
+    if long <= config.image_size:  # later versions of vLLM have <
         return short if long / short > SQUARE_RATIO else 0
     return min(short, config.crop_size) if long / short > THIN_RATIO else config.crop_size
 
