@@ -1,7 +1,7 @@
 """Causes of a first difference that a recomputation proves: the stage runs again,
 with one thing changed.
 
-    resize       another filter of Pillow, or torchvision's bicubic          needs the image: one run is a `Trace`
+    resize       another filter or order in Pillow, or torchvision's bicubic needs the image: one run is a `Trace`
     tower        a window order that was not undone; rows and columns exchanged
     positions    axes exchanged; the rules of other releases (`refvl.study.releases`)
     text model   axes exchanged; the theta of another release
@@ -67,9 +67,8 @@ def _resized(model: Any, run: Any, what: str, media: Sequence) -> Made:
     yield "", levels.normalize()
     for resampling in Image.Resampling:
         resized = image.resize((w * config.patch_size, h * config.patch_size), resampling)
-        same = resampling is Image.Resampling.BICUBIC  # one call of Pillow 13.0 may resize the height first
-        what = "order of the two passes" if same else f"filter: {resampling.name.lower()}"
-        yield f"resize {what}", levels_of_image(resized, config)[0].normalize()
+        cause = f"resize filter: {resampling.name.lower()} in one call of Pillow"
+        yield cause, levels_of_image(resized, config)[0].normalize()
     yield "resize filter: torchvision's bicubic", levels_of_frames(np.asarray(image)[None], config)[0].normalize()
 
 

@@ -149,13 +149,22 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
     return sum(header.data_offsets[1] - header.data_offsets[0] for header in text)
 
 
-def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers;
-    `linear_state_bytes` covers linear attention.
-    """
-    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
-    layers = sum(kind != "linear_attention" for kind in kinds)
+def kv_cache_bytes_per_token(text_config, dtype: torch.dtype, kind: str = "full_attention") -> int:
+    """Return the bytes of one token's keys and values in all layers of a kind."""
+    layers = sum(layer == kind for layer in _layer_kinds(text_config))
     return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
+
+
+def sliding_window_bytes(text_config, dtype: torch.dtype) -> int:
+    """Return the most bytes that layers with a sliding window keep for one prompt:
+    its last window - 1 tokens.
+    """
+    window = getattr(text_config, "sliding_window", None) or 1
+    return (window - 1) * kv_cache_bytes_per_token(text_config, dtype, "sliding_attention")
+
+
+def _layer_kinds(text_config) -> Sequence[str]:
+    return getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
 
 
 def _head_dim(text_config) -> int:
@@ -167,8 +176,7 @@ def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
 
     Each layer keeps the last inputs of its convolution, and one float32 matrix per head.
     """
-    layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or [])
-    if not layers:
+    if not (layers := sum(kind == "linear_attention" for kind in _layer_kinds(text_config))):
         return 0
     keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
     values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
@@ -260,6 +268,7 @@ def costs(
     dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
     state = linear_state_bytes(text.config, dtype) if text else 0
+    windows = sliding_window_bytes(text.config, dtype) if text else 0
 
     def cost(medium: Any, rate: float) -> dict[str, Any]:
         plan = plan_media(vlm, medium, rate, pruning)
@@ -285,11 +294,12 @@ def costs(
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
         "linear_state_bytes": state,
+        "sliding_window_bytes": windows,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
         "largest_square_picture": cost(largest, 0.0),
         "media": planned,
-        "memory_bytes": weights + together + cache + state,
+        "memory_bytes": weights + together + cache + state + windows,
     }
 
 
@@ -310,8 +320,8 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
         rows["language model"] = f"{size}: {_count(found['parameters']['language_model'])}"
         rows["context"] = f"{found['context']:,} tokens"
         rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
-        if found["linear_state_bytes"]:
-            rows["kv cache"] += f" and {_bytes(found['linear_state_bytes'])} a prompt"
+        if a_prompt := found["linear_state_bytes"] + found["sliding_window_bytes"]:
+            rows["kv cache"] += f" and {_bytes(a_prompt)} a prompt"
     rows |= {
         f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
         f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(options.get("text_bytes")),

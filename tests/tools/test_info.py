@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_factory import change_json
 from PIL import Image
-from random_models import random_model
+from random_models import NEEDS_5_23, random_model
 from torch.utils._pytree import tree_leaves
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -27,6 +27,7 @@ from refvl.study.costs import (
     linear_state_bytes,
     plan_media,
     set_pixel_limits,
+    sliding_window_bytes,
 )
 
 CONFIGS = DATA / "configs"
@@ -223,14 +224,24 @@ def test_layers_of_linear_attention_keep_no_keys():
     assert describe(vlm)["kv cache"] == "32.0 KiB a token and 49.5 MiB a prompt"
 
 
+@pytest.mark.parametrize(
+    ("name", "length"), [("qwen3_5", 10), pytest.param("Step-3.7", 200, marks=NEEDS_5_23)], ids=["linear", "sliding"]
+)
 @torch.inference_mode()
-def test_a_hybrid_cache_is_as_large_as_it_says():
+def test_a_hybrid_cache_is_as_large_as_it_says(name, length):
     """Oracle: the tensors of a cache that a prompt has filled."""
-    model = random_model("qwen3_5").language_model
-    embeds = torch.randn(1, 10, model.config.hidden_size)
-    positions = torch.arange(10).expand(3, 1, -1)
+    model = random_model(name).language_model
+    embeds = torch.randn(1, length, model.config.hidden_size)
+    positions = torch.arange(length).expand(3, 1, -1)
     cache = model(inputs_embeds=embeds, position_ids=positions, use_cache=True).past_key_values
-    stored = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor)]
-    state = linear_state_bytes(model.config, torch.float32)
-    assert sum(x.nbytes for x in stored) == 10 * kv_cache_bytes_per_token(model.config, torch.float32) + state
+    stored = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor) and x.ndim]
+    state = sum(size(model.config, torch.float32) for size in (linear_state_bytes, sliding_window_bytes))
+    assert sum(x.nbytes for x in stored) == length * kv_cache_bytes_per_token(model.config, torch.float32) + state
     assert state > 0
+
+
+def test_windows_of_step_3_7():
+    """By hand: 12 of 45 layers keep every token, 33 the last 511, 8 heads of 128 in bfloat16 each."""
+    vlm = refvl.load(CONFIGS / "Step-3.7-Flash.json", weights="random", device="meta", dtype="bfloat16")
+    assert costs(vlm)["kv_cache_bytes_per_token"] == 12 * 2 * 8 * 128 * 2
+    assert describe(vlm)["kv cache"] == f"48.0 KiB a token and {33 * 2 * 8 * 128 * 2 * 511 / 2**20:.1f} MiB a prompt"
