@@ -60,6 +60,9 @@ def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """Return the mask of kept tokens, (M,) bool: the largest dissimilarities, ties by a stable descending sort.
 
+    Only exactly equal scores are ties. The scores of unchanged tokens are 0 up to rounding errors of about 1e-7, and
+    these errors decide which of the unchanged tokens are kept, as in upstream's formula.
+
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
     spatial_merge_size: the number of patches along each side of a token, or 1 if the size counts tokens. q: the share
     of tokens that are dropped, in [0, 1). The first frame is always kept. Raises ValueError if the shape of the

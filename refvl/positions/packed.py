@@ -21,8 +21,9 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds", "mm_token_type_ids", "attention_mask")  # an entry per token
-FILLERS = {"labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1}  # for prompts that lack such a feature
+FILLERS = {  # features with an entry per token, and its value for prompts without the feature; None: all need it
+    "labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1, "inputs_embeds": None, "mm_token_type_ids": None,
+}  # fmt: skip
 
 
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
@@ -110,11 +111,11 @@ class PackingCollator:
         starts = batch.pop("cu_seqlens").long()
         names = {name for feature in features for name in feature if feature[name] is not None}
         for name in names - {"input_ids", "positions"}:
-            if name in TOKENWISE:
+            if name in FILLERS:
                 batch[name] = _per_token(name, features, starts.diff().tolist())
             else:
                 batch[name] = torch.cat([torch.as_tensor(f[name]) for f in features if f.get(name) is not None])
-        if not batch.pop("attention_mask", starts + 1).all():
+        if not batch.pop("attention_mask", torch.ones(1)).all():
             raise ValueError("attention_mask: expected ones, got zeros; remove the padding of each prompt first")
         if "labels" in batch:
             batch["labels"][0, starts[:-1]] = IGNORED
@@ -126,13 +127,13 @@ def _per_token(name: str, features: Sequence[Mapping[str, Tensor]], lengths: lis
     given = [None if feature.get(name) is None else torch.as_tensor(feature[name]) for feature in features]
     like = next(x for x in given if x is not None)
     lacking = [i for i, x in enumerate(given) if x is None]
-    if lacking and name not in FILLERS:
+    if lacking and FILLERS[name] is None:
         raise ValueError(f"features[{lacking[0]}]: expected {name}, because other prompts have it, got none")
-    blanks = [like.new_full((length, *like.shape[1:]), FILLERS.get(name, 0)) for length in lengths]
+    pieces = [like.new_full((length, *like.shape[1:]), FILLERS[name] or 0) for length in lengths]
     for i, x in enumerate(given):
         if x is not None:
-            blanks[i] = check_shape(x, tuple(blanks[i].shape), f"features[{i}]: {name}")
-    return torch.cat(blanks)[None]
+            pieces[i] = check_shape(x, tuple(pieces[i].shape), f"features[{i}]: {name}")
+    return torch.cat(pieces)[None]
 
 
 def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:
