@@ -145,14 +145,18 @@ class Pipeline:
         input_ids, mask = left_pad([t.input_ids.to(text.device) for t in traces], pad_id)
         longest = input_ids.shape[1]
         positions = [F.pad(t.positions, (longest - t.positions.shape[1], 0)) for t in traces]  # (3, longest) each
-        positions_3BL = torch.stack(positions, dim=1).to(text.device)
+        positions_3BL = torch.stack(positions, dim=1)
+        first_B = torch.tensor([t.positions.shape[1] + t.delta for t in traces])  # of each answer
+        shift_B3 = (first_B - positions_3BL[..., -1] - 1).T
+        if shift_B3.any():  # only if positions or delta were replaced, because a prompt ends in text
+            options["position_shift"] = shift_B3.to(text.device)
         if "past_key_values" not in options:
             options["inputs_embeds"], _ = left_pad([t.inputs_embeds for t in traces])
             if text.row_width > text.config.hidden_size:
                 options["deepstack_embeds"], _ = left_pad([t.deepstack for t in traces])
         options.setdefault("tokenizer", self.processor.tokenizer)  # only used with stop_strings
         max_new_tokens = min(max_new_tokens, self.max_context - longest)
-        return generate(text, input_ids, positions_3BL, mask, max_new_tokens=max_new_tokens, **options)
+        return generate(text, input_ids, positions_3BL.to(text.device), mask, max_new_tokens=max_new_tokens, **options)
 
     @torch.inference_mode()
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:

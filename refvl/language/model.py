@@ -63,9 +63,13 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         inputs_embeds=None,
         past_key_values: Cache | None = None,
         deepstack_embeds=None,
+        position_shift: Tensor | None = None,
         **kwargs,
     ) -> dict[str, Any]:
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
+
+        position_shift: (B, 3), added to the positions of decode steps, which transformers counts on from the last
+        column of the prompt.
 
         transformers inspects the argument names to find out what a model accepts. This method also keeps cached tokens
         from running again; otherwise, transformers' assisted decoding would run the prompt twice.
@@ -77,6 +81,8 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         inputs = base.prepare_inputs_for_generation(input_ids, **kwargs)
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
+        if position_shift is not None and not kwargs.get("is_first_iteration"):
+            inputs["position_ids"] = inputs["position_ids"] + position_shift.T[..., None]
         return inputs
 
     def _expand_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
@@ -167,8 +173,8 @@ def generate(
     fewer).
 
     input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L) int64; decode steps
-    continue at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left
-    padding.
+    continue at the last position + 1 on every axis, plus an optional `position_shift` (B, 3). attention_mask: (B, L),
+    0 for left padding.
     options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy decoding. They
     include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds`
     (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.

@@ -7,7 +7,7 @@ and the run continues with it.
     encode, embeds   list of tensors (M, W), one per item
     prune            list of masks (M,) bool or None, one per item
     merge            (L, D) embeddings of the prompt
-    positions        (3, L) positions; later tokens continue from their maximum
+    positions        (3, L) positions; decode steps continue after their maximum, on all axes
     position_table   the tower's learned position table, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
@@ -90,8 +90,9 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 
 
 def _fitting(name: str, made: Any, changed: Any) -> Any:
-    """Return `changed` on the device and in the dtype of `made`;
-    raise ValueError for another length or shape.
+    """Return `changed` on the device of `made`, and in its precision if both are floats.
+
+    Raises ValueError for another length, shape or kind of numbers.
     """
     if isinstance(made, list):
         if len(changed) != len(made):
@@ -100,8 +101,9 @@ def _fitting(name: str, made: Any, changed: Any) -> Any:
     if isinstance(made, Patches) and isinstance(changed, Tensor):
         return replace(made, rows=_fitting(name, made.pixel_values, changed))
     if isinstance(made, Tensor):
-        if changed.shape != made.shape:
-            shape = f"a tensor of shape {tuple(made.shape)}"
-            raise ValueError(f"replace[{name!r}]: expected {shape}, got {tuple(changed.shape)}")
-        return changed.to(made.device, changed.dtype if name == "positions" else made.dtype)
+        same_kind = changed.dtype == made.dtype or (changed.is_floating_point() and made.is_floating_point())
+        if changed.shape != made.shape or not same_kind:
+            wanted = f"a tensor of shape {tuple(made.shape)} and {made.dtype}"
+            raise ValueError(f"replace[{name!r}]: expected {wanted}, got {tuple(changed.shape)}, {changed.dtype}")
+        return changed.to(made)
     return changed

@@ -61,6 +61,23 @@ def test_positions_are_those_of_the_function(model):
     assert not torch.equal(found.first_logits, model.trace(**WHERE).first_logits)
 
 
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5"])
+def test_decode_step_k_is_at_length_plus_k_plus_delta(name, num_beams):
+    """On every axis, wherever the last column is, alone and together. Oracle: what transformers' model is given."""
+    vlm, seen = random_model(name), []
+    listen = vlm.language_model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"].unique().tolist()), with_kwargs=True
+    )
+    with listen:
+        for change in (lambda p: p.flip(1), lambda p: p + torch.tensor([[0], [50], [50]])):
+            trace = vlm.trace(**WHERE, replace={"positions": change}, max_new_tokens=3, num_beams=num_beams)
+            first = int(trace.positions.max()) + 1
+            assert first == len(trace.input_ids) + trace.delta and seen[-2:] == [[first], [first + 1]]
+        vlm.answers([trace, with_fields(trace, delta=999)], max_new_tokens=3, num_beams=num_beams)
+    assert seen[-2:] == [[first + k, len(trace.input_ids) + 999 + k] for k in (0, 1)]
+
+
 def test_a_field_of_the_plan_is_that_of_the_function(model):
     """Oracle: the tower's own forward with a plan that was changed by hand."""
     plain = model.trace(**WHERE)
@@ -122,7 +139,9 @@ def test_graphs_and_cache_of_a_model_are_left_alone(tmp_path):
     [
         ({"prefill": list}, "replace: expected one of the stages patchify, .*, got 'prefill'"),
         ({"position_table": list}, r"replace: the tower of Qwen2\.5-VL has no pos"),
-        ({"positions": lambda p: p[:2]}, r"replace\['positions'\]: expected a tensor of shape \(3, \d+\), got \(2, "),
+        ({"positions": lambda p: p[:2]}, r"\['positions'\]: expected a tensor of shape \(3, \d+\) .*, got \(2, "),
+        ({"positions": lambda p: p + 0.25}, r"\['positions'\]: expected .* torch\.int64, got .*, torch\.float32"),
+        ({"window_index": lambda i: i.int()}, r"\['window_index'\]: expected .* torch\.int64, got .*, torch\.int32"),
         ({"encode": lambda e: []}, r"replace\['encode'\]: expected 1 items, got 0"),
     ],
 )
