@@ -139,9 +139,10 @@ class VLM(Pipeline):
         return tensors.generate(self, input_ids, **inputs)
 
     def feature_map(self, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
-        """Return an image or a video as a grid of features, (t, h, w, D); see `refvl.serving.features`.
+        """Return an image or a video as a grid of features, (t, h, w, D); a list of items gives a list of grids.
 
-        blocks: the tower blocks, with -1 for the last. Then the result is a list with one map per block, (t, H, W, E).
+        A list of frames alone is a list of images; a tuple of frames is a video (`refvl.serving.features`). blocks: the
+        tower blocks, with -1 for the last. Then the result is a list with one map per block, (t, H, W, E).
         """
         from refvl.serving import features
 

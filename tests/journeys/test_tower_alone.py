@@ -21,11 +21,12 @@ from transformers import AutoModelForImageTextToText
 
 import refvl
 from refvl.loading import NoText
+from refvl.paths import DATA
 from refvl.pixels.media import is_video
 
 RANDOM = np.random.default_rng(0)
 PICTURE = Image.fromarray(RANDOM.integers(0, 256, (112, 168, 3), dtype=np.uint8))
-CLIP = list(RANDOM.integers(0, 256, (6, 60, 90, 3), dtype=np.uint8))
+CLIP = tuple(RANDOM.integers(0, 256, (6, 60, 90, 3), dtype=np.uint8))
 SIDE_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 ON_GRIDS = [name for name in MAKERS if name.startswith(("Qwen", "qwen", "GLM"))]
 FOLDED = [name for name in MAKERS if name.startswith(("MiniCPM-V 4.6", "MiniCPM-V 4.7"))]  # they merge on the way
@@ -101,6 +102,32 @@ def test_what_needs_the_language_model_names_the_argument():
 def test_arguments_of_the_language_model_are_refused():
     with pytest.raises(TypeError, match="device_map: belongs to the language model, which text=False omits"):
         load(random_folder("Qwen2.5-VL"), device_map="auto")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["frozen", "full", "LoRA"])
+def test_it_trains_as_the_docs_say(way, tmp_path, monkeypatch):
+    """Oracles: the gradients of transformers' tower under the same head; the adapter, loaded by the whole model."""
+    monkeypatch.chdir(DATA.parent)
+    section = (DATA.parent / "docs/use.md").read_text().partition("## Train the tower")[2]
+    source, step, _ = re.search(r"```python\n(.*?)```", section, re.S)[1].partition("optimizer.step()")
+    exec(source.replace('way = "LoRA"', f"way = {way!r}"), names := {})
+    model, head, patches = (names[name] for name in ("tower", "head", "patches"))
+    found = {name: w.grad.flatten() for name, w in model.encoder.named_parameters() if w.grad is not None}
+    assert head.weight.grad.any() and all("lora_" in name for name in found) == (way != "full")
+    if way == "full":
+        folder = DATA / "checkpoints/tiny-qwen2_5_vl"
+        theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual
+        rows = theirs(patches.pixel_values, torch.tensor([patches.layout])).pooler_output
+        head(rows).square().mean().backward()
+        for name, weight in theirs.named_parameters():
+            assert (found.pop(name) - weight.grad.flatten()).norm() <= 1e-4 * weight.grad.norm(), name
+    exec(step, names)
+    if way == "LoRA":
+        model.adapters.eval().save_pretrained(tmp_path)
+        whole = refvl.load("tiny-qwen2_5_vl", device="cpu", progress=False, adapters=[tmp_path])
+        assert torch.equal(whole.encode([PICTURE])[0], model.encode([PICTURE])[0])
+    assert not (found if way == "full" else way == "LoRA" and not found)
 
 
 # ------------------------------------------------------------------------------------------------------ feature maps
@@ -194,6 +221,13 @@ def test_frames_of_minicpmv_keep_their_packs():
     [states] = model.feature_map(CLIP, blocks=[0])
     assert sum(len(x) for _, x in states) == len(CLIP)
     assert {box for box, _ in maps} == {(0, 0, 90, 60)}
+
+
+def test_a_list_of_items_is_a_list_of_maps():
+    """Two images of one size are no video. Oracle: each item alone."""
+    model, items = random_model("Qwen2.5-VL"), [PICTURE, PICTURE.rotate(180), CLIP]
+    for ours, item in zip(model.feature_map(items), items, strict=True):
+        assert torch.equal(ours, model.feature_map(item))
 
 
 @pytest.mark.parametrize("blocks", [[99], [-99], [0.5]])
