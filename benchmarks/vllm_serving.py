@@ -26,6 +26,7 @@ from data.training.evaluate_tiny import requests_for
 from data.training.tiny_family import find_family
 from refvl.merge import merge_embeddings
 from refvl.paths import DATA
+from refvl.positions import mrope_delta
 from refvl.study.report import Trace
 
 RATES = {"qwen2_5_vl": (0.0, 0.25, 0.5, 0.75), "qwen3_vl": (0.0,), "glm4v": (0.0,)}  # of pruning, by family
@@ -76,7 +77,7 @@ def positions_of(seen: dict, q: float, length: int) -> Tensor:
 
 def as_given(model: refvl.VLM, trace: Trace, seen: dict, positions: Tensor) -> Trace:
     """Return the trace with vLLM's inputs: its positions and, if all media are images, the pixels of its resize."""
-    trace = replace(trace, positions=positions)
+    trace = replace(trace, positions=positions, delta=mrope_delta(positions))
     [(given, _)] = seen["embed_multimodal"][:1]
     if "pixel_values" not in given or trace.patches[-1].media_tokens.kind == "video":
         return trace

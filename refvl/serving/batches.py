@@ -91,8 +91,8 @@ def _prepare(model: Any, request: dict, common: dict) -> tuple[Record | Exceptio
     except Exception as error:  # a decoder may raise errors of any kind, and memory may run out
         clear_frames(error.__traceback__)
         return error, 1
-    ready = Record(input_ids=read.input_ids, inputs_embeds=read.inputs_embeds, positions=read.positions)
-    ready.deepstack = read.deepstack
+    ready = Record(input_ids=read.input_ids, inputs_embeds=read.inputs_embeds, deepstack=read.deepstack)
+    ready.positions, ready.delta = read.positions, read.delta
     return ready, limit
 
 
@@ -121,9 +121,9 @@ def _answers_or_errors(
 
 
 def answers(model: Any, traces: Sequence[Record], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
-    """Answer prepared prompts by decoding them together. A caller may change a trace's positions beforehand.
+    """Answer prepared prompts by decoding them together. A caller may change a trace's positions and delta beforehand.
 
-    Only the input_ids, inputs_embeds, deepstack and positions of each trace are used.
+    Only the input_ids, inputs_embeds, deepstack, positions and delta of each trace are used.
     """
     model.check_options("answers", generate_kwargs, max_new_tokens)
     if not traces:
