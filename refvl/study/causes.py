@@ -67,8 +67,7 @@ def _resized(model: Any, run: Any, what: str, media: Sequence) -> Made:
     yield "", levels.normalize()
     for resampling in Image.Resampling:
         resized = image.resize((w * config.patch_size, h * config.patch_size), resampling)
-        cause = f"resize filter: {resampling.name.lower()} in one call of Pillow"
-        yield cause, levels_of_image(resized, config)[0].normalize()
+        yield f"resize filter: {resampling.name.lower()} in one call", levels_of_image(resized, config)[0].normalize()
     yield "resize filter: torchvision's bicubic", levels_of_frames(np.asarray(image)[None], config)[0].normalize()
 
 

@@ -120,7 +120,7 @@ FAULTS = (
     Planted(axis_order, STATES, GLM, "clip", AXES),
     Planted(window_order, "encode/0", cause="window order not undone, in a"),
     Planted(tower_axes, "encode/0", QWEN3, cause="rotary: rows and columns exchanged, in a"),
-    Planted(bilinear, "patchify/0", QWEN, "photograph", "resize filter: bilinear in one call of Pillow, in a"),
+    Planted(bilinear, "patchify/0", QWEN, "photograph", "resize filter: bilinear in one call, in a"),
     Planted(release, "positions/ids", QWEN, "clip", "larger_side_positions (releases), in a"),
     Planted(image_mean, "patchify/0", where="48 of 48 rows, the first at item 1, patch (t 0, row 0, column 0)"),
     Planted(one_weight, STATES, where="after layer 2"),

@@ -6,10 +6,15 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 import refvl
-from refvl.pixels.patches import PatchConfig
+from refvl.pixels.crops import count_prompt_tokens, cut_crops, plan_crops
+from refvl.pixels.images import load_image, resize
+from refvl.pixels.patch_configs import Qwen3VLPatchConfig
+from refvl.pixels.patches import PatchConfig, resize_frames
 from refvl.positions.mrope import grid_positions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +37,7 @@ def test_links_lead_to_files_and_their_sections():
 
 
 def test_tests_that_are_named_exist():
-    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT))
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT + (ROOT / "docs" / "differences.md").read_text()))
     assert len(named) > 10
     for file, name in named:
         functions = {f.name for f in ast.parse((ROOT / file).read_text()).body if isinstance(f, ast.FunctionDef)}
@@ -67,3 +72,17 @@ def test_a_swapped_size_has_as_many_tokens_at_other_positions():
     assert (h, w) == (15, 23) and swapped == (23, 15)
     here, there = grid_positions(1, h, w), grid_positions(1, *swapped)
     assert here.shape == there.shape and not here.equal(there)
+
+
+def test_numbers_of_the_differences():
+    """Oracles: one pass after the other in Pillow, torch's resize, black pixels counted, the sizes of a plan."""
+    photo, config = load_image(ROOT / "data/pictures/coffee.jpg"), Qwen3VLPatchConfig()
+    height, width = config.target_size(photo.height, photo.width)
+    ours = np.asarray(resize(photo, height, width)).astype(int)
+    height_first = photo.resize((photo.width, height), Image.Resampling.BICUBIC).resize((width, height), Image.BICUBIC)
+    torchvision = resize_frames(np.array(photo)[None], config)[0].permute(1, 2, 0).numpy()
+    levels = [np.abs(ours - other).max() for other in (height_first, torchvision)]
+    assert (width, height, *levels) == (608, 384, 11, 2)
+    assert [count_prompt_tokens(plan_crops(side, side).layout) for side in (728, 729)] == [171, 504]
+    crops = cut_crops(Image.new("RGB", (800, 400), "white"))[1]
+    assert [int((np.asarray(crop) == 0).all((1, 2)).sum()) for crop in crops] == [104, 104]
