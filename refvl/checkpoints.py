@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import printable, read_json
+from refvl.checks import check_positive, printable, read_json
 from refvl.paths import DATA
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
@@ -32,6 +32,7 @@ MOST = {  # keys in config.json -> the largest accepted value; products of a few
     "vocab_size num_position_embeddings": 2**24,
 }
 SIZES = {name: most for names, most in MOST.items() for name in names.split()}
+POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta)$")  # numbers that must be finite and above 0
 LISTED = 12  # an error names at most this many weights of each kind
 
 
@@ -84,7 +85,7 @@ def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError, naming the key, if a size in a config is not a number, or is too small or too large."""
+    """Raise ValueError or TypeError, naming the key, if a number in a config is none, or is too small or too large."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")
@@ -95,6 +96,9 @@ def check_sizes(values: Mapping, name: str) -> None:
         elif key in SIZES and value is not None and not (type(value) is int and 1 <= value <= SIZES[key]):
             got = printable(repr(value))
             raise ValueError(f"{name}: {key} must be an integer from 1 to {SIZES[key]:,}, got {got}")
+        elif POSITIVE.search(str(key)) and value is not None:
+            for number in value if isinstance(value, list) else [value]:  # a list has one number for each layer
+                check_positive(number, f"{name}: {key}")
 
 
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:

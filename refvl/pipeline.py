@@ -29,7 +29,7 @@ from refvl.language.model import CausalTextModel, TokenTimer, generate
 from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
 from refvl.positions.vidcom2 import PRUNERS, find_pruner
-from refvl.trace import Record
+from refvl.trace import Record, check_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class Pipeline:
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
         """Encode patch rows: set `embeds`, (M, W) per item, and their plans; graphs run if any were captured.
 
-        rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item.
+        rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item. Raises
+        ValueError, naming the item, for embeddings that are not finite.
         """
         graphs = self.graphs if rows else None
         with trace.stage("plan"):
@@ -99,6 +100,7 @@ class Pipeline:
                 trace.embeds = graphs.run(send_rows(rows, self.encoder), planned)
             else:
                 trace.embeds = encode_eagerly(self.encoder, rows, planned, progress=progress)
+            check_finite(trace.embeds, "encode: the embeddings of item")
 
     @torch.no_grad()
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:

@@ -1,7 +1,7 @@
-"""The record of a run: the tensors and seconds of every stage. It imports no other module of refvl."""
+"""The record of a run: the tensors and seconds of every stage, and the check of results; imports nothing of refvl."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,18 @@ class Record:
         start = synchronized_time(self.device)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + synchronized_time(self.device) - start
+
+
+def check_finite(items: Iterable[Tensor], what: str) -> None:
+    """Raise ValueError for the first of several tensors that has a value that is not finite.
+
+    what: the stage and the word for a tensor, for the message. The sums go to the host together, so it waits once.
+    """
+    sums = [item.sum(dtype=torch.float32) for item in items]
+    finite = torch.stack(sums).isfinite().tolist() if sums else []
+    if not all(finite):
+        cause = "the dtype, the weights, the config, and the mean and standard deviation of pixels"
+        raise ValueError(f"{what} {finite.index(False)} are not finite; check {cause}")
 
 
 def synchronized_time(device: torch.device | None) -> float:

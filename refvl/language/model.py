@@ -6,6 +6,7 @@ and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from refvl.positions.mrope import MediaSpan, mrope_positions
-from refvl.trace import synchronized_time
+from refvl.trace import check_finite, synchronized_time
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
@@ -120,6 +121,8 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        if inputs_embeds is not None and torch.is_inference_mode_enabled():  # the prompt of an answer
+            check_finite(logits, "prefill: the first logits of prompt")
         return CausalLMOutputWithPast(
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -140,14 +143,13 @@ class SequentialTextModel(CausalTextModel):
         return position_ids if position_ids is None or position_ids.ndim < 3 else position_ids[0]
 
 
+@dataclass(eq=False)
 class TokenTimer(BaseStreamer):
     """A streamer that records token times: transformers calls `put` first with the prompt, then with each new token."""
 
-    def __init__(self, device: torch.device | None, listener: BaseStreamer | None = None):
-        """Create a timer. listener: a streamer that receives the same calls."""
-        self.device = device
-        self.listener = listener
-        self.times: list[float] = []
+    device: torch.device | None
+    listener: BaseStreamer | None = None  # receives the same calls
+    times: list[float] = field(default_factory=list)  # in seconds
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, blame, check_names, check_positive_int, read_json
+from refvl.checks import Grid, blame, check_names, check_number, check_positive, check_positive_int, read_json
 from refvl.pixels.images import resize
 from refvl.pixels.media import Video
 
@@ -156,13 +156,19 @@ class PatchConfig:
 
 
 def check_preprocessing(config) -> None:
-    """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
+    """Raise TypeError or ValueError unless sizes and divisors are positive, with one mean and std per channel."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type is int:
             check_positive_int(value, field.name)
-        elif field.name in ("image_mean", "image_std") and len(value) != 3:
-            raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
+        elif field.name == "rescale_factor":
+            check_positive(value, field.name)
+        elif field.name in ("image_mean", "image_std"):
+            if len(value) != 3:
+                raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
+            check = check_positive if field.name == "image_std" else check_number
+            for number in value:
+                check(number, field.name)
 
 
 def known_fields(config_class, values: dict) -> dict:

@@ -91,8 +91,6 @@ def _items(
                 raise ValueError(f"{name}: expected tensors of {counts} tokens, one for each item, got {got}")
             rows = torch.cat(list(rows))
     check_pixel_rows(rows, ((f"patches or tokens of {layouts_name}", sum(counts)), width), name)
-    if not rows.isfinite().all():
-        raise ValueError(f"{name}: expected finite numbers, got nan or inf")
     if embeds is not None:
         return list(zip(merged, rows.split(counts), strict=True))
     encoded = Record()

@@ -194,7 +194,7 @@ BAD_TENSORS = {  # what the error says -> what is changed in the arguments of a 
     "input_ids: expected token ids from 0 to 1087, got -1": {"input_ids": lambda ids: ids.clone().fill_(-1)},
     "attention_mask: expected padding only on the left": {"attention_mask": lambda ids: torch.ones_like(ids).tril(9)},
     "second_per_grid_ts: expected one number for each of 0": {"second_per_grid_ts": lambda ids: [1.0]},
-    "pixel_values: expected finite numbers, got nan or inf": {"pixel_values": lambda rows: rows * float("nan")},
+    "encode: the embeddings of item 0 are not finite": {"pixel_values": lambda rows: rows * float("nan")},
 }
 
 
