@@ -119,7 +119,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
-        adapters.merge_adapter(), .unmerge_adapter()
+        adapters.merge_adapter(), .unmerge_adapter()   not with quantised weights
         adapters.save_pretrained(folder)
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
@@ -151,7 +151,13 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
             empty = [key for key in filled.missing_keys if ".lora_" in key and f".{name}." in key]
             if filled.unexpected_keys or empty:
                 raise ValueError(f"weights without a layer: {filled.unexpected_keys}; missing weights: {empty}")
+    if model.language_model and getattr(model.language_model, "is_quantized", False):
+        model.adapters.merge_adapter = _refuse_to_merge
     return model.adapters.eval()
+
+
+def _refuse_to_merge(*arguments, **options) -> None:
+    raise ValueError("merge_adapter: not supported for quantised weights; merge into a model in full precision")
 
 
 def _find(adapter: str | Path, hub: dict) -> Path:

@@ -365,3 +365,11 @@ def test_the_command_line_takes_adapters(qwen, saved):
     assert result.exit_code == 1 and result.stderr.startswith(
         "refvl: with: transformers prunes nothing and gets no adapter"
     )
+
+
+def test_quantised_weights_are_not_merged():
+    """Oracle: the flag that transformers' quantisers set on the model."""
+    vlm = refvl.load("tiny-qwen2_5_vl", device="cpu", progress=False)
+    vlm.language_model.is_quantized = True
+    with pytest.raises(ValueError, match="merge_adapter: not supported for quantised weights"):
+        adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=adapters.layers(vlm))).merge_adapter()
