@@ -83,10 +83,8 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
         raise ValueError(f"{name}: expected {len(shape)} dimensions {wanted}, got shape {tuple(tensor.shape)}")
     for axis, (size, (counted, want)) in enumerate(zip(tensor.shape, dimensions, strict=True)):
         if isinstance(want, int) and size != want:
-            got = f"{size} {counted}".strip()
-            raise ValueError(
-                f"{name}: dimension {axis} must be {want}, got {got} (shape {tuple(tensor.shape)}, wanted {wanted})"
-            )
+            got = f"{f'{size} {counted}'.strip()} (shape {tuple(tensor.shape)}, wanted {wanted})"
+            raise ValueError(f"{name}: dimension {axis} must be {want}, got {got}")
     return tensor
 
 
@@ -224,6 +222,14 @@ def is_grid(layout: object) -> bool:
     return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
+INSTEAD = {  # the name of an argument or key elsewhere -> what to write here
+    "system": "a message with role 'system'", "stop": "stop_strings", "max_tokens": "max_new_tokens",
+    **dict.fromkeys(("tools", "enable_thinking", "chat_template_kwargs"), "template_kwargs={...}"),
+    **dict.fromkeys(("resized_height", "resized_width", "total_pixels"), "min_pixels and max_pixels"),
+    **dict.fromkeys(("raw_fps", "video_start", "video_end"), "video_metadata, and pass the frames"),
+}  # fmt: skip
+
+
 def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
     """Raise `error` for the first name that is not allowed, and suggest the most similar allowed name."""
     for name in given:
@@ -231,6 +237,7 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
             near = difflib.get_close_matches(name, allowed, n=1)
             short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
             hint = f"; did you mean {near[0]!r}?" if near else short
+            hint = f"; write {INSTEAD[name]}" if name in INSTEAD else hint
             raise error(f"{name}: {what} accepts no such argument{hint}")
 
 

@@ -149,9 +149,8 @@ def find_family(config: PretrainedConfig | dict) -> Family:
         return families[None]
     version = minicpmv_version(config if isinstance(config, dict) else config.to_dict())
     if version not in families:
-        raise ValueError(
-            f"version: {model_type} {version!r} is not supported; supported: {', '.join(map(str, families))}"
-        )
+        known = ", ".join(map(str, families))
+        raise ValueError(f"version: {model_type} {version!r} is not supported; supported: {known}")
     return families[version]
 
 

@@ -128,6 +128,8 @@ def load(
             use_onednn(model)
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(processor_folder, config)
+        if stored and text and processor.tokenizer is None:
+            raise ValueError(f"{folder}: tokenizer.json is missing; with text=False, the vision tower loads without it")
     vlm = VLM(config, processor, *models)
     if cache is not None:
         from refvl.serving.media_cache import CachedVLM

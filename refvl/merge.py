@@ -69,9 +69,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
         items = [(i, item) for i, item in enumerate(media) if item.kind == kind]
         expected = sum(item.num_tokens for _, item in items)
         if len(places) != expected:
-            raise ValueError(
-                f"input_ids: expected {expected} {kind} placeholders for {len(items)} {kind}(s), got {len(places)}"
-            )
+            wanted = f"{expected} {kind} placeholders for {len(items)} {kind}(s)"
+            raise ValueError(f"input_ids: expected {wanted}, got {len(places)}")
         used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
         for i, item, thw in runs:
             span = MediaSpan(places[used], *thw, item.t_factor)

@@ -32,31 +32,34 @@ class VLM(Pipeline):
         *,
         images: Sequence = (),
         videos: Sequence = (),
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = 128,
         pruning_rate: float = 0.0,
         pruning: str = "evs",
         stream: bool = False,
         allow_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
         prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; decoding is greedy unless the options ask for sampling or beams.
 
-        prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
-        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
+        prompt: text, or messages with media anywhere in them, in the forms of docs/use.md. images, videos: paths,
+        PIL images, arrays, frame lists; they come before the text, images first, or fill the parts of messages that
+        have no source. max_new_tokens: None for as many as fit into the context. pruning_rate: the share of a video's
         tokens that is dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"
         (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the caller's text keep their
-        meaning instead of being treated as plain text. prefill_chunk: the number of prompt tokens to prefill at a time,
+        meaning instead of being treated as plain text. template_kwargs: variables of the chat template, such as
+        `tools` or `enable_thinking`. prefill_chunk: the number of prompt tokens to prefill at a time,
         so only the cache grows with the prompt (`refvl.serving.long_prompts`). None prefills the whole prompt at once.
         stream: whether to return a generator of text pieces. Closing or deleting the generator ends the generation
         within one token.
         generate_kwargs: options of transformers' `generate` that produce one answer in text (`num_beams`,
-        `stop_strings`, `streamer`, ...).
+        `stop_strings`, `streamer`, ...), and `seed` for sampling. A temperature of 0 means greedy decoding.
         Errors: see `trace`.
         """
         beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
         runs_plainly = beams == 1 and self.encoder.device.type != "meta"
-        request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
+        request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens, template_kwargs)
         if generate_kwargs or stream or prefill_chunk is not None or not runs_plainly:
             return self._chat_with_options(request, max_new_tokens, prefill_chunk, stream, generate_kwargs)
         trace = self.read(request)
@@ -64,7 +67,7 @@ class VLM(Pipeline):
         return trace.text
 
     def _chat_with_options(
-        self, request: Request, max_new_tokens: int, prefill_chunk: int | None, stream: bool, options: dict
+        self, request: Request, max_new_tokens: int | None, prefill_chunk: int | None, stream: bool, options: dict
     ) -> str | Iterator[str]:
         num_beams = self.check_options("chat", options, max_new_tokens)
         if prefill_chunk is None:
@@ -148,7 +151,7 @@ class VLM(Pipeline):
 
         return features.feature_map(self, medium, blocks=blocks)
 
-    def check_options(self, method: str, options: dict, max_new_tokens: int) -> int:
+    def check_options(self, method: str, options: dict, max_new_tokens: int | None) -> int:
         """Return the number of beams; raise ValueError for options that `method` does not support.
 
         This happens before anything is encoded (`refvl.serving.options`).
@@ -157,7 +160,7 @@ class VLM(Pipeline):
 
         return check_options(self, method, options, max_new_tokens)
 
-    def answer_with_beams(self, trace: Record, max_new_tokens: int, **options) -> None:
+    def answer_with_beams(self, trace: Record, max_new_tokens: int | None, **options) -> None:
         """Answer like `answer`, but time it as one stage, because transformers does not call a streamer for beams."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)

@@ -12,7 +12,7 @@ prefill, decode   language/          embeddings + positions -> token ids -> text
 `refvl.load` returns a `VLM` (model.py): its `chat` makes these two calls, and its other methods build on them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Request:
     pruning_rate: float = 0.0  # the share of a video's tokens that is dropped, in [0, 1)
     pruning: str = "evs"  # the method, a key of `refvl.positions.PRUNERS`
     allow_special_tokens: bool = False  # whether special tokens in the prompt keep their meaning
+    template_kwargs: Mapping[str, Any] | None = None  # further variables of the chat template, such as `tools`
 
     def __post_init__(self):
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
@@ -78,7 +79,8 @@ class Pipeline:
             pairs = zip(media, trace.embeds, strict=True)
             trace.keep_masks = [m.keep_mask(embeds, request.pruning_rate, request.pruning) for m, embeds in pairs]
         with trace.stage("merge"):
-            ids = self.processor.tokenize(messages, media, allow_special_tokens=request.allow_special_tokens)
+            options = {**(request.template_kwargs or {}), "allow_special_tokens": request.allow_special_tokens}
+            ids = self.processor.tokenize(messages, media, **options)
             self.merge(trace, torch.as_tensor(ids), media)
         with trace.stage("positions"):
             self.position(trace)
@@ -125,7 +127,7 @@ class Pipeline:
         trace.full_positions = self.language_model.positions(trace.full_ids, trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
-    def answer(self, trace: Any, max_new_tokens: int, *, streamer: Any = None, **options) -> GenerateOutput:
+    def answer(self, trace: Any, max_new_tokens: int | None, *, streamer: Any = None, **options) -> GenerateOutput:
         """Prefill and decode; set `token_ids`, `text`, and the seconds of both stages."""
         timer = TokenTimer(trace.device, streamer)
         output = self.decode([trace], max_new_tokens, streamer=timer, **options)
@@ -136,7 +138,7 @@ class Pipeline:
         trace.text = self.processor.text(trace.token_ids)
         return output
 
-    def decode(self, traces: Sequence[Any], max_new_tokens: int, **options) -> GenerateOutput:
+    def decode(self, traces: Sequence[Any], max_new_tokens: int | None, **options) -> GenerateOutput:
         """Return transformers' output, whose `sequences` (B, new) continue prepared prompts, padded on the left.
 
         options: the options of transformers' `generate`. With `past_key_values`, all tokens of the prompt except the
@@ -157,7 +159,8 @@ class Pipeline:
             if text.row_width > text.config.hidden_size:
                 options["deepstack_embeds"], _ = left_pad([t.deepstack for t in traces])
         options.setdefault("tokenizer", self.processor.tokenizer)  # only used with stop_strings
-        max_new_tokens = min(max_new_tokens, self.max_context - longest)
+        room = self.max_context - longest
+        max_new_tokens = room if max_new_tokens is None else min(max_new_tokens, room)
         return generate(text, input_ids, positions_3BL.to(text.device), mask, max_new_tokens=max_new_tokens, **options)
 
     @torch.inference_mode()

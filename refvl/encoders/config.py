@@ -32,9 +32,8 @@ class TowerConfig:
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
         unit = self.num_heads * self.head_unit
         if self.hidden_size % unit:
-            raise ValueError(
-                f"hidden_size: must be a multiple of {unit} for {self.num_heads} heads, got {self.hidden_size}"
-            )
+            wanted = f"a multiple of {unit} for {self.num_heads} heads"
+            raise ValueError(f"hidden_size: must be {wanted}, got {self.hidden_size}")
         if getattr(self, "image_size", self.patch_size) < self.patch_size:
             raise ValueError(f"image_size: must be at least patch_size={self.patch_size}, got {self.image_size}")
 

@@ -82,11 +82,8 @@ class Step3VisionConfig(TowerConfig):
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         whole = config_dict(config)
-        given = {
-            "understand_projector_stride": understand_projector_stride,
-            "hidden_size": hidden_size,
-            "projector_bias": projector_bias,
-        }
+        given = {"hidden_size": hidden_size, "projector_bias": projector_bias}
+        given["understand_projector_stride"] = understand_projector_stride
         sources = [whole.get("text_config", {}), whole] if "vision_config" in whole else []
         for name, ours in OUTER.items():
             found = [source[name] for source in (*sources, given) if source.get(name) is not None]

@@ -85,10 +85,8 @@ class PixtralHFEncoderInfo(VisionEncoderInfo):
 
 
 ENCODER_INFOS = {
-    "clip_vision_model": CLIPEncoderInfo,
-    "siglip_vision_model": SiglipEncoderInfo,
-    "pixtral": PixtralHFEncoderInfo,
-}
+    "clip_vision_model": CLIPEncoderInfo, "siglip_vision_model": SiglipEncoderInfo, "pixtral": PixtralHFEncoderInfo,
+}  # fmt: skip
 
 
 def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:

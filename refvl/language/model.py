@@ -181,6 +181,10 @@ def generate(
     include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds`
     (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.
     """
+    if (seed := options.pop("seed", None)) is not None:
+        torch.manual_seed(seed)
+    if options.get("temperature") == 0:  # OpenAI's and vLLM's name for greedy decoding
+        options |= {"temperature": None, "do_sample": False}
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
         if not options["do_sample"]:  # greedy decoding ignores the checkpoint's sampling defaults

@@ -22,9 +22,8 @@ class Qwen3_5TextModel(CausalTextModel):
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return positions as in `CausalTextModel`; raise ValueError for packed prompts (`refvl.positions.pack`)."""
         if position_ids is not None and len(position_ids) == 4:
-            raise ValueError(
-                "position_ids: expected one prompt, because Qwen3.5's linear-attention layers would mix packed prompts"
-            )
+            reason = "because Qwen3.5's linear-attention layers would mix packed prompts"
+            raise ValueError(f"position_ids: expected one prompt, {reason}")
         return position_ids
 
 

@@ -7,7 +7,6 @@ pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on dec
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,9 @@ LIMITS = MediaLimits()
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """Return one image as a PIL image in RGB mode; its `.info["source"]` names the file it came from.
 
-    source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
-    of uint8, uint16, or floats in [0, 1]. limits: limits on reading from a file; arrays have no limit.
+    source: a path; a PIL image; an array or a tensor (H, W), (H, W, 1 | 3 | 4) or (1 | 3 | 4, H, W) of uint8, uint16,
+    integers in [0, 255], floats in [0, 1], or booleans (True is white). limits: limits on reading from a
+    file; arrays have no limit.
 
     The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools. Transparent pixels
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
@@ -54,20 +54,18 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     ValueError, with the name of the file and the reason, for a file that Pillow cannot decode, for an image that is
     empty or larger than `limits`, and for an array of a different shape, dtype or range.
     """
-    if isinstance(source, (str, Path)):
-        name = origin = str(source)
+    origin = ""
+    if is_path := isinstance(source, (str, os.PathLike)):
+        origin = os.fspath(source)
         if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
-            raise FileNotFoundError(f"image: no such file: {name}")
+            raise FileNotFoundError(f"image: no such file: {origin}")
     elif isinstance(source, Image.Image):
         origin = str(source.info.get("source") or getattr(source, "filename", ""))
-        name = origin or "the PIL image"
-    elif isinstance(source, (np.ndarray, torch.Tensor)):
-        name, origin = "the array", ""
-    else:
+    elif not isinstance(source, (np.ndarray, torch.Tensor)):
         kinds = "a path, a PIL image, a numpy array or a torch tensor"
         raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
     try:
-        if isinstance(source, (str, Path)):
+        if is_path:
             with Image.open(source) as opened:
                 image = to_rgb(opened, limits)
         elif isinstance(source, Image.Image):
@@ -75,7 +73,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
         else:
             image = to_rgb(Image.fromarray(as_uint8(channels_last(source))), limits)
     except Exception as error:  # Pillow's decoders may raise errors of any kind
-        raise ValueError(f"image: {name} cannot be read: {error}") from error
+        raise ValueError(f"image: {origin or type(source).__name__} cannot be read: {error}") from error
     image.info = {"source": origin} if origin else {}  # the EXIF block is dropped, so nothing rotates the image again
     return image
 
@@ -89,6 +87,9 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
     if not 0 < pixels <= largest:
         most = f"max_image_pixels={limits.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
         raise ValueError(f"it has {image.width} x {image.height} pixels; a file may have 1 to {most}")
+    if "RGB;16B" in str(getattr(image, "tile", "")) and "transparency" in image.info:
+        image = image.copy()  # it has the upper 8 bits of the pixels, but the key has 16
+        image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     rotation = None
     with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact
         rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -113,15 +114,19 @@ def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampl
 
 
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
-    """Return a tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as in torch."""
+    """Return a tensor or array as (H, W) or (H, W, 3 | 4); the channels may come first.
+
+    If the first and the last size could both count channels, those of a tensor come first, and those of an array last.
+    """
     array: Any = source
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu()
         array = (source.double() if source.is_floating_point() else source).numpy()
-        if array.ndim == 3 and array.shape[0] in (1, 3, 4):
-            array = array.transpose(1, 2, 0)
+    are_channels = [size in (1, 3, 4) for size in array.shape]
+    if array.ndim == 3 and are_channels[0] and (array is not source or not are_channels[2]):
+        array = array.transpose(1, 2, 0)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
-        allowed = "(H, W) or (H, W, 1 | 3 | 4), or a tensor (1 | 3 | 4, H, W)"
+        allowed = "(H, W), (H, W, 1 | 3 | 4) or (1 | 3 | 4, H, W)"
         raise ValueError(f"expected an array of shape {allowed}, got {tuple(source.shape)}")
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
 
@@ -141,11 +146,16 @@ def grey_levels(image: Image.Image) -> np.ndarray:
 
 
 def as_uint8(array: np.ndarray) -> np.ndarray:
-    """Return uint8 unchanged, uint16 scaled by 1/257, and floats in [0, 1] scaled by 255; scaled values are rounded."""
+    """Return integers in [0, 255] unchanged, uint16 scaled by 1/257, floats and booleans by 255; the result is rounded.
+
+    Floats must be in [0, 1].
+    """
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
-    if array.dtype.kind != "f" or not ((array >= 0) & (array <= 1)).all():  # NaN is not in [0, 1] either
-        raise ValueError(f"expected uint8, uint16, or floats in [0, 1] (scale them first), got {array.dtype}")
+    if array.dtype.kind in "iu" and 0 <= array.min() <= array.max() <= 255:
+        return array.astype(np.uint8)
+    if array.dtype.kind not in "fb" or not ((array >= 0) & (array <= 1)).all():  # NaN is not in [0, 1] either
+        raise ValueError(f"expected integers in [0, 255], uint16, or floats in [0, 1] (scale them), got {array.dtype}")
     return (array.astype(np.float64) * 255).round().astype(np.uint8)

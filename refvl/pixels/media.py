@@ -12,7 +12,7 @@ The file is decoded forward once, without seeking, and only the sampled frames a
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from refvl.checks import check_positive, check_positive_int, check_positive_ints
+from refvl.checks import as_sequence, check_positive, check_positive_int, check_positive_ints
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
@@ -55,7 +55,7 @@ class Video:
 
 def is_video(item: object) -> bool:
     """Return whether a media item is a video: by a path's suffix, as a list of frames, or as an array of frames."""
-    if isinstance(item, (str, Path)):
+    if isinstance(item, (str, os.PathLike)):
         return Path(item).suffix.lower() in VIDEO_SUFFIXES
     return isinstance(item, (Video, list, tuple)) or getattr(item, "ndim", 3) == 4
 
@@ -115,13 +115,13 @@ def load_video(
 ) -> Video:
     """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each of a type that `load_image` accepts; an array (T, H, W, 3); a tensor, which
-    may also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
-    `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps` per second (default 2), unless
-    source_fps sets their recorded rate or num_frames sets the number to sample. For a file, source_fps overrides its
-    times. sample: a function that replaces the sampling rule for a file; it maps (total_num_frames, source_fps) to
-    increasing indices. limits: the limits on decoding. Memory grows with the frames that are kept and not with the
-    length of the video.
+    source: a path; a list of frames, each of a type that `load_image` accepts; an array or a tensor, (T, H, W, 3) or
+    (T, 3, H, W); a pair (frames, metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
+    sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps`
+    per second (default 2), unless source_fps sets their recorded rate or num_frames sets the number to sample. For a
+    file, source_fps overrides its times. sample: a function that replaces the sampling rule for a file; it maps
+    (total_num_frames, source_fps) to increasing indices. limits: the limits on decoding. Memory grows with the frames
+    that are kept and not with the length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
     header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
@@ -137,8 +137,10 @@ def load_video(
     if source_fps is not None:
         source_fps = check_positive(source_fps, "source_fps")
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
-    if isinstance(source, (str, Path)):
-        return _read_file(source, sample or rule, source_fps, limits)
+    if isinstance(source, (str, os.PathLike)):
+        return _read_file(os.fspath(source), sample or rule, source_fps, limits)
+    if isinstance(source, tuple) and source and isinstance(source[-1], Mapping):
+        return with_times(as_frames(source[0], limits=limits), dict(source[1]))
 
     frames = as_frames(source, limits=limits)
     if source_fps is None and num_frames is None:
@@ -160,11 +162,10 @@ class Listing:
 
 
 def _read_file(
-    source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
+    name: str, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
     """Read the frames of a file that `sample` selects. source_fps: a rate that overrides the file's own times."""
-    name = str(source)
-    if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
+    if not os.path.isfile(name):  # nothing, a URL, a folder, or a pipe, which would block
         raise FileNotFoundError(f"video: no such file: {name}")
     with _opened(name) as container:
         listing = _list_frames(container, name, limits)
@@ -286,9 +287,7 @@ def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: st
     """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first call allocates it."""
     if place == 0:
         if (size := count * image.size) > limits.max_video_bytes:
-            most = (
-                f"max_video_bytes is {limits.max_video_bytes:,}; take fewer, or raise it with limits=MediaLimits(...)"
-            )
+            most = f"max_video_bytes is {limits.max_video_bytes:,}; take fewer, or raise it in limits=MediaLimits(...)"
             raise ValueError(f"{what}: {count} frames need {size:,} bytes, but {most}")
         frames = np.empty((count, *image.shape), np.uint8)
     elif image.shape != frames.shape[1:]:
@@ -300,6 +299,25 @@ def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: st
 def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:
     fps = len(indices) / total * source_fps
     return Video(frames, fps, float(source_fps), tuple(map(int, indices)), total, total / source_fps)
+
+
+def with_times(frames: np.ndarray, metadata: dict) -> Video:
+    """Return frames that were sampled elsewhere, with their times.
+
+    metadata: the keys of transformers' `VideoMetadata`, of which `fps`, the rate of the source, `frames_indices` and
+    `total_num_frames` count; without indices, the frames are the whole source. Or else `timestamps`, in seconds.
+    """
+    seconds = metadata.get("timestamps")
+    times = metadata.get("frames_indices") if seconds is None else seconds
+    times = as_sequence(range(len(frames)) if times is None else times, "video_metadata")
+    if len(times) != len(frames) or list(times) != sorted(times):
+        raise ValueError(f"video_metadata: expected {len(frames)} increasing indices or timestamps, got {times}")
+    if seconds is None:
+        fps = check_positive(metadata.get("fps"), "video_metadata: fps")
+        return _make_video(frames, times, metadata.get("total_num_frames") or times[-1] + 1, fps)
+    step = check_positive((times[-1] - times[0]) / (len(times) - 1), "timestamps") if len(times) > 1 else 0.5
+    video = _make_video(frames, range(len(times)), len(times), 1 / step)
+    return replace(video, seconds=tuple(times), duration=times[-1] + step)
 
 
 def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:

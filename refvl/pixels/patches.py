@@ -21,7 +21,7 @@ slightly.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -39,6 +39,7 @@ from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
 RESIZERS = {"pillow": f"Pillow {PIL.__version__}", "torchvision": f"torch {torch.__version__}"}
+SIZES = ("min_pixels", "max_pixels")  # the pixel budget, in a file or in a part of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class PatchConfig:
         for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
             if values.get(name, wanted) not in (wanted, None):
                 raise ValueError(f"{name}: expected {wanted!r}, the only supported value, got {values[name]!r}")
-        size, known = values.get("size") or {}, known_fields(cls, values)
+        size, known = values.get("size") or {}, known_fields(cls, values, (*SIZES, "shortest_edge", "longest_edge"))
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
             known |= {name: found[0]} if found else {}
@@ -171,8 +172,13 @@ def check_preprocessing(config) -> None:
                 check(number, field.name)
 
 
-def known_fields(config_class, values: dict) -> dict:
-    """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples."""
+def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dict:
+    """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples.
+
+    Raises ValueError if `size` has other keys than those in `sizes`, because its meaning is then unknown.
+    """
+    if not {*(values.get("size") or ())} <= {*sizes}:
+        raise ValueError(f"size: expected {list(sizes) or 'no such setting'}, got {values['size']!r}")
     known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
@@ -238,6 +244,23 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
     size = config.target_size(height, width, num_frames or given)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
+
+
+def fit(medium: Any, config: Any, sizes: dict) -> Any:
+    """Return an image or a Video in the size that its message asks for; the checkpoint's rule follows.
+
+    sizes: `min_pixels` and `max_pixels` of the image, or of each frame. Upstream: `fetch_image` and `fetch_video` of
+    qwen-vl-utils, in which videos also have the budget of `PatchConfig.for_video`.
+    """
+    if not isinstance(config, PatchConfig):
+        raise ValueError(f"{', '.join(sizes)}: this model cuts images into slices; resize the image before you pass it")
+    is_video, token = isinstance(medium, Video), config.factor**2
+    least, most = (128 * token, 768 * token) if is_video else (4 * token, 16_384 * token)
+    limits = {"min_pixels": least} | sizes | {"max_pixels": min(most, sizes.get("max_pixels", most))}
+    rule = PatchConfig(patch_size=config.factor, merge_size=1, cap_pixels_per_frame=is_video, **limits)
+    if not is_video:
+        return resize(medium, *rule.target_size(medium.height, medium.width))
+    return replace(medium, frames=resize_frames(medium.frames, rule).permute(0, 2, 3, 1).numpy())
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:

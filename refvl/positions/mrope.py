@@ -57,9 +57,8 @@ def check_t_factor(t_factor: float, t: int, name: str) -> float:
     """Return `t_factor` if all t steps get valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
     if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # this also rejects nan
-        raise ValueError(
-            f"{name}: must be finite, not negative, and keep {t} steps below position {MAX_POSITION}, got {t_factor}"
-        )
+        wanted = f"finite, not negative, and keep {t} steps below position {MAX_POSITION}"
+        raise ValueError(f"{name}: must be {wanted}, got {t_factor}")
     return number
 
 

@@ -8,6 +8,7 @@ special token could begin in the caller's strings. `encode` removes the flags an
 begin there as plain text. A prompt without special tokens needs no flags and is tokenised unchanged.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
@@ -20,7 +21,7 @@ from transformers import PretrainedConfig
 
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image, load_video
-from refvl.pixels.patches import Levels, PatchConfig, Patches, levels_of_frames, levels_of_image, plan_grid
+from refvl.pixels.patches import SIZES, Levels, PatchConfig, Patches, fit, levels_of_frames, levels_of_image, plan_grid
 from refvl.processors.messages import as_messages, map_texts, media_of
 from refvl.processors.tokenizers import load_tokenizer
 
@@ -77,10 +78,12 @@ class ChatProcessor:
 
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """Decode the media of checked messages in order of appearance (videos are sampled while decoding)."""
-        return [
-            load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
-            for kind, source, options in media_of(messages)
-        ]
+        media = []
+        for kind, source, options in media_of(messages):
+            sizes = {name: options.pop(name) for name in SIZES if name in options}
+            medium = load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
+            media.append(fit(medium, self.image_config, sizes) if sizes else medium)
+        return media
 
     def load_video(self, source, options: dict) -> Video:
         """Load a video: a file is sampled by `frame_indices`; frames in memory are treated as already sampled.
@@ -90,7 +93,7 @@ class ChatProcessor:
         """
         if self.video_config is None:
             raise ValueError(self.no_video)
-        if not isinstance(source, (str, Path)):
+        if not isinstance(source, (str, os.PathLike)):
             return load_video(source, **options, limits=self.limits)
         if not options.keys() <= set(self.video_options) and options.keys() != {"num_frames"}:
             allowed = f"{', '.join(self.video_options)}, or num_frames alone"
@@ -101,26 +104,25 @@ class ChatProcessor:
         """Return the indices of the frames to read from a file of `total` frames."""
         raise ValueError(self.no_video)
 
-    def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
-        """Resize each media item and cut it into patch rows. Raises ValueError naming the item."""
+    def patchify(self, media: Sequence[Image.Image | Video], *, pixels: bool = True) -> list[Patches]:
+        """Resize each media item and cut it into patch rows, or without pixels plan only their layout.
+
+        Raises ValueError naming the item.
+        """
         patches = []
         for number, medium in enumerate(media, 1):
             try:
                 layout = self.layout_of(medium)
-                patches.append(Patches(medium, self.rows_of(medium), layout, self.extents_of(medium, layout)))
+                rows: Any = self.rows_of(medium) if pixels else None
+                patches.append(Patches(medium, rows, layout, self.extents_of(medium, layout)))
             except ValueError as error:
-                raise named(error, medium, number) from error
+                source = medium.source if isinstance(medium, Video) else medium.info.get("source")
+                raise ValueError(f"{source or f'item {number}'}: {error}") from error
         return patches
 
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
         """Return the `media_tokens` that `patchify` would report for each item, without processing pixels."""
-        extents = []
-        for number, medium in enumerate(media, 1):
-            try:
-                extents.append(self.extents_of(medium, self.layout_of(medium)))
-            except ValueError as error:
-                raise named(error, medium, number) from error
-        return extents
+        return [patches.media_tokens for patches in self.patchify(media, pixels=False)]
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """Return the layout of a decoded item, from its size: for this class, the grid (t, h, w) in patches."""
@@ -180,19 +182,20 @@ class ChatProcessor:
         return input_ids
 
     def tokenize(
-        self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
+        self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False, **options
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with every placeholder repeated.
 
         allow_special_tokens: whether special tokens in the caller's strings, including placeholders, keep their
-        meaning. Raises ValueError if placeholders and media do not match, or if the chat template raises an error.
+        meaning. options: variables of the chat template, such as `tools`. Raises ValueError if placeholders and media
+        do not match, or if the chat template raises an error.
         """
-        text, flag = self.render(messages, allow_special_tokens)
+        text, flag = self.render(messages, allow_special_tokens, **options)
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # the template wrote BOS
         ids = self.encode(text, flag, add_special_tokens=not begun)
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
-    def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
+    def render(self, messages: Sequence[dict], allow_special_tokens: bool = False, **options) -> tuple[str, str]:
         """Return the prompt as text, and its flag: the character before each position at which no special token may
         begin.
 
@@ -201,14 +204,14 @@ class ChatProcessor:
         if self.tokenizer is None:
             raise ValueError("prompt: a model built from a config alone has no tokenizer; load a checkpoint folder")
         texts = list[str]()
-        map_texts(messages, texts.append)
+        map_texts((messages, options), texts.append)
         written = "".join(texts)  # a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
-            return self.apply_template(messages), ""
+            return self.apply_template(messages, **options), ""
         flag = next(character for character in PRIVATE_USE if character not in written)
         firsts = {token[0] for token in self.reserved_texts}
-        flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
-        return self.apply_template(flagged), flag
+        flagged = map_texts((messages, options), lambda text: "".join(flag * (c in firsts) + c for c in text))
+        return self.apply_template(flagged[0], **flagged[1]), flag
 
     def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; a special token that begins at a flag is tokenised as plain text."""
@@ -259,12 +262,6 @@ class ChatProcessor:
     def text(self, token_ids) -> str:
         """Decode token ids into text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def named(error: ValueError, medium: Image.Image | Video, number: int) -> ValueError:
-    """Return the error with the item's file in front, or its number if there is none."""
-    source = medium.source if isinstance(medium, Video) else medium.info.get("source")
-    return ValueError(f"{source or f'item {number}'}: {error}")
 
 
 def expand_placeholders(

@@ -123,19 +123,18 @@ class MiniCPMVProcessor(ChatProcessor):
         """Return the extents of an item; those of an image contain the grid of its slices."""
         if isinstance(medium, Video):
             return self.media_tokens("video", layout)
-        return replace(
-            self.media_tokens("image", layout), grid=plan_slices(medium.width, medium.height, self.image_config).grid
-        )
+        plan = plan_slices(medium.width, medium.height, self.image_config)
+        return replace(self.media_tokens("image", layout), grid=plan.grid)
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """Return the item as sets of query_num tokens; second_per_grid is not used."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
     def tokenize(
-        self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False
+        self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False, **options
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with media written out; see `ChatProcessor.tokenize`."""
-        text, flag = self.render(messages, allow_special_tokens)
+        text, flag = self.render(messages, allow_special_tokens, **options)
         ids = self.encode(self.write_media(text, media), flag, add_special_tokens=True)
         bos = self.tokenizer.bos_token_id
         if bos is None or not self.writes_bos:
@@ -149,12 +148,12 @@ class MiniCPMVProcessor(ChatProcessor):
         """
         joined = []
         for message in messages:
-            content = message["content"]
+            content = message.get("content", "")
             if not isinstance(content, str):
                 lines = [part["text"] if part["type"] == "text" else PLACEHOLDERS[part["type"]] for part in content]
                 content = "\n".join(lines)
             joined.append(message | {"content": content})
-        return super().apply_template(joined, enable_thinking=False, **options)
+        return super().apply_template(joined, **{"enable_thinking": False} | options)
 
     def write_media(self, text: str, media: Sequence[SlicedMedia]) -> str:
         """Replace every item's placeholder in a text; images are numbered in order."""

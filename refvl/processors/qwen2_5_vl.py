@@ -3,8 +3,8 @@
 The prompt does not contain the times of a video; they scale the time axis of its positions.
 """
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from refvl.checks import Grid
@@ -21,13 +21,12 @@ class Qwen2_5_VLProcessor(ChatProcessor):
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
         """Return the indices of frames sampled at the checkpoint's rate and within its limits, unless options say."""
         names = ("min_frames", "max_frames") if "num_frames" in options else self.video_options
-        return sample_frame_indices(
-            total, source_fps, **({name: getattr(self.video_config, name) for name in names} | options)
-        )
+        rule = {name: getattr(self.video_config, name) for name in names}
+        return sample_frame_indices(total, source_fps, **(rule | options))
 
     def load_video(self, source, options: dict) -> Video:
         """Load a video; frames in memory count as sampled at the checkpoint's rate, unless the message sets it."""
-        if not isinstance(source, (str, Path)) and "num_frames" not in options:
+        if not isinstance(source, (str, os.PathLike)) and "num_frames" not in options:
             options = {"fps": self.video_config.fps} | options
         return super().load_video(source, options)
 

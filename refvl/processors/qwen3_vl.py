@@ -29,11 +29,8 @@ class Qwen3VLProcessor(ChatProcessor):
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
         """Return `even_indices` with the checkpoint's rate and limits, unless `options` set them."""
-        rule = (
-            {name: getattr(self.video_config, name) for name in self.video_options}
-            if "num_frames" not in options
-            else {}
-        )
+        names = () if "num_frames" in options else self.video_options
+        rule = {name: getattr(self.video_config, name) for name in names}
         return even_indices(total, source_fps, **(rule | options))
 
     def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:

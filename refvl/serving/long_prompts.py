@@ -48,7 +48,8 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
         trace.media = model.processor.decode(messages)
     with trace.stage("tokenize"):
         merged = model.processor.extents(trace.media)
-        ids = model.processor.tokenize(messages, merged, allow_special_tokens=request.allow_special_tokens)
+        rendering = {**(request.template_kwargs or {}), "allow_special_tokens": request.allow_special_tokens}
+        ids = model.processor.tokenize(messages, merged, **rendering)
         trace.full_ids = torch.as_tensor(ids)
         ids_L = model.processor.placeholders(trace.full_ids)
         trace.spans = find_media_spans(ids_L, merged, model.processor.token_ids)

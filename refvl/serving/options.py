@@ -13,7 +13,7 @@ from refvl.checks import check_names, check_positive_int
 from refvl.language.model import CausalTextModel
 
 GENERATE_OPTIONS = frozenset(
-    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer", "seed"}
     - {"self", "inputs", "kwargs"}
 )
 NO_DRAFTS = "every token comes from its own forward pass; tokens are not drafted"
@@ -38,15 +38,16 @@ ONLY_TEXT: dict[str, tuple[tuple, str]] = dict.fromkeys(  # refused in addition 
 NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
 
 
-def check_options(model: Any, method: str, options: dict, max_new_tokens: int) -> int:
+def check_options(model: Any, method: str, options: dict, max_new_tokens: int | None) -> int:
     """Return the number of beams; raise ValueError, naming the option, for options that `method` does not support.
 
     The values of `generation_config`, or else of the checkpoint, count if the caller does not set an option.
     """
-    check_positive_int(max_new_tokens, "max_new_tokens")
+    if max_new_tokens is not None:
+        check_positive_int(max_new_tokens, "max_new_tokens")
     check_runnable(model)
     if not options.keys() <= GENERATE_OPTIONS:
-        own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
+        own = [*inspect.signature(model.chat).parameters, *inspect.signature(getattr(model, method)).parameters]
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], method, ValueError)
     for name, (off, reason) in (REFUSED if method == "generate" else REFUSED | ONLY_TEXT).items():
         value = option(model.language_model, options, name)

@@ -36,7 +36,7 @@ class FanOut(BaseStreamer):
             streamer.end()
 
 
-def stream_answer(model: Any, trace: Record, max_new_tokens: int, options: dict) -> Iterator[str]:
+def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options: dict) -> Iterator[str]:
     """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count.
 
     Closing or deleting the generator ends the generation and its thread within one token. Errors in the thread are

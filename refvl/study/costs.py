@@ -309,10 +309,7 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
     tower, halves, largest = vlm.encoder.config, found["weights_bytes_of"], found["largest_square_picture"]
     size = f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads"
     assumed = " (assumed: no file sets the limits)" * found["limits_assumed"]
-    rows = {
-        "family": found["family"],
-        "vision tower": f"{size}: {_count(found['parameters']['encoder'])}",
-    }
+    rows = {"family": found["family"], "vision tower": f"{size}: {_count(found['parameters']['encoder'])}"}
     if vlm.language_model:
         text = vlm.language_model.config
         heads = f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv)"

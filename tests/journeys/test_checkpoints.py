@@ -186,6 +186,13 @@ def test_a_malformed_index_is_named(folder, content, message):
     refuses(folder, message)
 
 
+def test_a_missing_tokenizer_is_named(folder):
+    """A tower without its language model needs none."""
+    (folder / "tokenizer.json").unlink()
+    refuses(folder, "tokenizer.json is missing")
+    assert load(folder, text=False).processor.tokenizer is None
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"[]", b"", b"\xff\xfe"])
 def test_malformed_json_is_named(folder, name, content):

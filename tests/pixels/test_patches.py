@@ -314,6 +314,7 @@ def test_image_defaults_are_those_of_transformers(tmp_path):
         ("{", "not valid JSON"),
         ('{"do_resize": false}', "do_resize: .* got False"),
         ('{"resample": 2}', "resample: .* got 2"),
+        ('{"size": {"height": 224, "width": 224}}', "size: expected .*'longest_edge'.*, got .*'height': 224"),
         ('{"min_pixels": 9, "max_pixels": 8}', "min_pixels: must not exceed max_pixels=8, got 9"),
         ('{"image_mean": [0.5]}', "image_mean: expected one value per RGB channel"),
     ],

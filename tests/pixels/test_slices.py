@@ -127,6 +127,7 @@ def test_settings_come_from_the_folder(tmp_path):
     [
         (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
         (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: expected True, the only supported value"),
+        (lambda: SliceConfig.from_dict({"size": {"height": 2}}), "size: expected no such setting, got"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
     ],
 )  # fmt: skip

@@ -89,6 +89,18 @@ def test_stop_strings_end_an_answer(vlm):
     assert "".join(vlm.chat(**QUESTION, max_new_tokens=12, stop_strings=[stop], stream=True)) == answer
 
 
+def test_options_as_openai_and_vllm_name_them(vlm):
+    """A temperature of 0 is greedy, `seed` is `torch.manual_seed`, and no limit means the context's."""
+    greedy = vlm.trace(**QUESTION, max_new_tokens=6)
+    assert vlm.trace(**QUESTION, max_new_tokens=6, temperature=0, do_sample=True).token_ids == greedy.token_ids
+    torch.manual_seed(7)
+    sampled = vlm.trace(**QUESTION, max_new_tokens=6, do_sample=True, temperature=5.0).token_ids
+    again = vlm.trace(**QUESTION, max_new_tokens=6, do_sample=True, temperature=5.0, seed=7).token_ids
+    assert again == sampled != greedy.token_ids
+    named = {"max_new_tokens": None, "eos_token_id": greedy.token_ids[0], "template_kwargs": {"add_vision_id": True}}
+    assert "Picture 1: " in vlm.processor.tokenizer.decode(vlm.trace(**QUESTION, **named).full_ids)
+
+
 class Recorder(BaseStreamer):
     def __init__(self):
         self.values, self.ended = [], 0
@@ -111,6 +123,8 @@ def test_a_streamer_of_the_caller_is_told_every_token(vlm, stream):
 REFUSED = {  # what chat refuses; those without "chat" are refused by generate as well
     "not_an_option: chat accepts no such argument": {"not_an_option": 1},
     "image: chat accepts no such argument; did you mean 'images'": {"image": PHOTO},
+    "system: chat accepts no such argument; write a message with role 'system'": {"system": "Be brief."},
+    "tools: chat accepts no such argument; write template_kwargs={...}": {"tools": []},
     "prompt_lookup_num_tokens: expected None, got 3; every token comes": {"prompt_lookup_num_tokens": 3},
     "assistant_model: expected None, got ": {"assistant_model": object()},
     "dola_layers: expected None, got 'low'; transformers would fetch its code": {"dola_layers": "low"},
