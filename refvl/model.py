@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class VLM(Pipeline):
-    """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`."""
+    """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`.
+
+    There is no `to`: plans, graphs and caches belong to a device and a dtype, which `refvl.load` chooses.
+    `encoder.dtype` and `language_model.dtype` name the dtype.
+    """
 
     media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
     adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into these parts

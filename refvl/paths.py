@@ -1,6 +1,8 @@
 """Paths to images, videos, tiny checkpoints, configs and notebooks, in a clone or inside an installed package."""
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -15,14 +17,30 @@ def check_clone(what: str) -> None:
         raise FileNotFoundError(f"{what} needs a clone of the repository: an installed package contains no benchmarks")
 
 
+def write_whole(target: Path, content: bytes) -> None:
+    """Write a file, which gets its name only once it is complete."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, target)
+
+
 def copy_course(folder: Path) -> Path:
     """Copy the notebooks and their data into `folder`. Return the folder of the notebooks.
 
-    Raises FileExistsError if `folder` already contains one of them.
+    Both get their names once they are complete. Raises FileExistsError if `folder` is a file or contains one of them,
+    and OSError with the first reason if a file cannot be copied.
     """
-    for name in ("notebooks", "data"):
-        if (folder / name).exists():
-            raise FileExistsError(f"folder: {folder / name} already exists; choose a different folder")
-    for name in ("notebooks", "data"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for path in (folder / "notebooks", folder / "data", *([] if folder.is_dir() else [folder])):
+        if os.path.lexists(path):
+            raise FileExistsError(f"folder: {path} already exists; choose a different folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".refvl-", dir=folder) as partial:
+        for name in ("notebooks", "data"):
+            ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            try:
+                shutil.copytree(ROOT / name, Path(partial, name), ignore=ignored)
+            except shutil.Error as error:  # its text lists every file
+                raise OSError(f"folder: {error.args[0][0][2]}") from error
+        for name in ("data", "notebooks"):
+            os.rename(Path(partial, name), folder / name)
     return folder / "notebooks"

@@ -44,6 +44,9 @@ class Record:
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # seconds per stage, in order
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} with the stages: {', '.join(self.seconds) or 'none'}"
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage into `seconds`; the parts of a stage that runs several times add up."""

@@ -123,6 +123,9 @@ class EncoderGraphManager:
     last call of any thread.
     """
 
+    def __repr__(self) -> str:
+        return f"EncoderGraphManager of {len(self.captured)} graphs, {self.stats()}"
+
     def __init__(
         self,
         encoder: Any,

@@ -14,7 +14,7 @@ The file is decoded forward once, without seeking, and only the sampled frames a
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _OPENING: Any = {  # titles may be in any encoding; without a protocol, a playli
 class Video:
     """The sampled frames of a video, and their positions in the video."""
 
-    frames: np.ndarray  # (T, H, W, 3) uint8
+    frames: np.ndarray = field(repr=False)  # (T, H, W, 3) uint8
     fps: float  # the rate of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
     source_fps: float  # the rate of the file; if it varies, the average total_num_frames / duration
     indices: tuple[int, ...]  # the indices of the sampled frames, out of total_num_frames

@@ -21,7 +21,7 @@ slightly.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -158,18 +158,18 @@ class PatchConfig:
 
 def check_preprocessing(config) -> None:
     """Raise TypeError or ValueError unless sizes and divisors are positive, with one mean and std per channel."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type is int:
-            check_positive_int(value, field.name)
-        elif field.name == "rescale_factor":
-            check_positive(value, field.name)
-        elif field.name in ("image_mean", "image_std"):
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.type is int:
+            check_positive_int(value, setting.name)
+        elif setting.name == "rescale_factor":
+            check_positive(value, setting.name)
+        elif setting.name in ("image_mean", "image_std"):
             if len(value) != 3:
-                raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
-            check = check_positive if field.name == "image_std" else check_number
+                raise ValueError(f"{setting.name}: expected one value per RGB channel, got {value!r}")
+            check = check_positive if setting.name == "image_std" else check_number
             for number in value:
-                check(number, field.name)
+                check(number, setting.name)
 
 
 def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dict:
@@ -295,8 +295,8 @@ class Levels:
     to it. For a still image, it is an eighth, because its single frame is repeated Tp = 2 times on the GPU.
     """
 
-    values: Tensor  # (N, C, 1 or Tp, P*P) uint8
-    table: Tensor  # (C, 256) float32: the normalised value of each level
+    values: Tensor = field(repr=False)  # (N, C, 1 or Tp, P*P) uint8
+    table: Tensor = field(repr=False)  # (C, 256) float32: the normalised value of each level
     frames: int = 1  # Tp
 
     def __len__(self) -> int:
@@ -332,8 +332,8 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 class Patches:
     """One media item, patchified: the encoder's input and its source."""
 
-    source: Image.Image | Video
-    rows: Levels | Tensor  # the N patch rows, as a tensor if pixels are normalised before they are cut
+    source: Image.Image | Video = field(repr=False)
+    rows: Levels | Tensor = field(repr=False)  # N patch rows, as a tensor if pixels are normalised before they are cut
     layout: Any  # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     media_tokens: Any  # a `MediaTokens`: the extents of the item as the language model sees them
 

@@ -13,6 +13,7 @@ gets only the three rows of M-RoPE, it treats all prompts as one, and they atten
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def media_extents(trace: Any) -> list[tuple[int, int]]:
     return extents
 
 
+@dataclass
 class PackingCollator:
     """A `data_collator` for transformers' Trainer and for TRL, which packs the features of a step into one sequence.
 
@@ -103,8 +105,7 @@ class PackingCollator:
     and for a mask with zeros.
     """
 
-    def __init__(self, pad_to: int | None = None):
-        self.pad_to = pad_to
+    pad_to: int | None = None
 
     def __call__(self, features: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         batch: dict[str, Any] = {"use_cache": False, **pack(features, pad_to=self.pad_to)}

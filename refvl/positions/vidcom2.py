@@ -18,7 +18,7 @@ in exact arithmetic are equal on every machine, and ties go to the earlier token
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -112,8 +112,8 @@ class Pruner:
     """A method: `count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, thw, merge_size, q)`."""
 
     title: str
-    count: Callable[[int, int, float], int]
-    mask: Callable[..., Tensor]
+    count: Callable[[int, int, float], int] = field(repr=False)
+    mask: Callable[..., Tensor] = field(repr=False)
 
 
 PRUNERS = {

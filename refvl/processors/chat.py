@@ -46,6 +46,9 @@ class ChatProcessor:
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.image_config})"
+
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor.
 

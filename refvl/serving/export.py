@@ -19,7 +19,6 @@ MiniCPM-V (images only, from 2.6 on). Field names are those of vLLM's `Qwen2_5_V
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.manager import adapter_switches
+from refvl.paths import write_whole
 from refvl.pixels.media import VIDEO_SUFFIXES, Video, is_video, load_image
 from refvl.serving.parallel import torchrun_ranks
 
@@ -60,7 +60,7 @@ def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, pr
         with tqdm(total=len(todo), desc=f"encode, rank {rank}", unit="item", disable=not progress) as bar:
             for batch in _batches(vlm, todo, failed):
                 for name, embeds in _encode(vlm, batch, failed).items():
-                    write_whole(target_of(out, name), embeds, batch[name][1] | {"settings": settings})
+                    write_item(target_of(out, name), embeds, batch[name][1] | {"settings": settings})
                     encoded.append(name)
                 bar.update(len(batch))
         result: dict[str, Any] = {"encoded": encoded, "skipped": skipped, "failed": failed}
@@ -128,18 +128,16 @@ def stamp_of(source: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def write_whole(target: Path, embeds: Tensor, header: dict) -> None:
-    """Write an item's file, which gets its name only once it is complete."""
+def write_item(target: Path, embeds: Tensor, header: dict) -> None:
+    """Write the file of an item."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.write_bytes(save({"embeds": embeds.cpu().contiguous()}, {"refvl": json.dumps(header, default=_plain)}))
-    os.replace(partial, target)
+    write_whole(target, save({"embeds": embeds.cpu().contiguous()}, {"refvl": json.dumps(header, default=_plain)}))
 
 
 def read_header(target: Path) -> dict:
     """Return an item's header: kind, size, layout, source, settings, and seconds per grid step for a video.
 
-    Raises ValueError if `write_whole` did not write the file, and FileNotFoundError if there is none.
+    Raises ValueError if `write_item` did not write the file, and FileNotFoundError if there is none.
     """
     try:
         with safe_open(target, framework="pt") as stored:

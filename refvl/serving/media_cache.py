@@ -87,6 +87,9 @@ class MediaCache:
         """Return the recipe for a copy or a pickle: an empty cache with the same limit."""
         return type(self), (self.max_tokens,)
 
+    def __repr__(self) -> str:
+        return f"MediaCache(max_tokens={self.max_tokens}), {self.stats()}"
+
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
         """Return a key for each item. rows, layouts: as in `VLM.encode_rows`."""
         tower = state_of(encoder)

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rich.table import Table
 
 import refvl
 from refvl.attention import available_backends
-from refvl.paths import CLONE, ROOT
+from refvl.paths import CLONE, ROOT, write_whole
 from refvl.tools import gpu_checks
 from refvl.tools.gpu_checks import Bench, Skipped
 
@@ -68,7 +67,10 @@ def check_gpu(
         "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
         "checks": {name: {"state": "not reached", "rows": []} for name in checks},
     }  # fmt: skip
-    save = partial(_write, Path(out), result)
+
+    def save() -> None:
+        write_whole(Path(out), (json.dumps(result, indent=1) + "\n").encode())
+
     save()
     try:
         result["problem"] = find_problem(device, result["environment"]["nvidia_smi"])
@@ -108,13 +110,6 @@ def _run(check: Callable, bench: Bench, entry: dict, save: Callable, limit: floa
             entry["state"] = "failed"
         entry["seconds"] = round(time.monotonic() - start, 1)
         save()
-
-
-def _write(path: Path, result: dict) -> None:
-    """Replace the whole file."""
-    partial_path = path.with_name(f"{path.name}.partial")
-    partial_path.write_text(json.dumps(result, indent=1) + "\n")
-    partial_path.replace(path)
 
 
 # --- environment ------------------------------------------------------------------------------------------------------

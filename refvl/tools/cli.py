@@ -152,6 +152,8 @@ def trace(
     """
     if with_ and (pruning_rate or adapter):
         raise ValueError(f"with: {with_.value} prunes nothing and gets no adapter; remove --pruning-rate and --adapter")
+    if page and page.exists():
+        raise FileExistsError(f"page: {page} already exists; choose a different file")
     model = _load(checkpoint, device, dtype, attention, graphs, adapters=adapter)
     options: dict[str, Any] = {"images": image or (), "videos": video or (), "max_new_tokens": max_new_tokens}
     options |= {"pruning_rate": pruning_rate, "pruning": pruning, "prefill_chunk": prefill_chunk}
@@ -163,9 +165,10 @@ def trace(
         if source:
             print(journey, end="\n\n")
         if page:
+            from refvl.paths import write_whole
             from refvl.viz import journey as journeys
 
-            page.write_text(journeys.page(journey, title=Path(checkpoint).name), encoding="utf-8")
+            write_whole(page, journeys.page(journey, title=Path(checkpoint).name).encode())
     else:
         run = model.trace(prompt, **options)
     console = Console()

@@ -1,6 +1,7 @@
 """The command line as a user types it; oracle: the library's own answers and exceptions."""
 
 import io
+import re
 import subprocess
 import sys
 
@@ -8,14 +9,18 @@ import pytest
 import torch
 
 import refvl
+from refvl import paths
 from refvl.attention import BACKENDS
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceGroup
+from refvl.positions import PRUNERS
+from refvl.positions.packed import PackingCollator
 from refvl.study.report import layout_text
 from refvl.tools.cli import Console
 from refvl.tools.demo import show
+from refvl.trace import Record
 
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
 
@@ -134,3 +139,44 @@ def test_demo_without_matplotlib_answers_and_names_the_extra(tmp_path, monkeypat
     assert "What color is the circle? red" in shown.getvalue()
     assert shown.getvalue().endswith("figures: matplotlib is missing; install it with pip install 'refvl[notebooks]'\n")
     assert not (tmp_path / "figures").exists()
+
+
+def test_the_course_is_copied_whole_or_not_at_all(shell, tmp_path, monkeypatch):
+    """A file that cannot be copied leaves nothing, and the same command then works; what is there is refused."""
+
+    small = tmp_path / "clone"
+    monkeypatch.setattr(paths, "ROOT", small)
+    for name in ("notebooks/00.ipynb", "data/pictures/scene.png", "data/README.md"):
+        (small / name).parent.mkdir(parents=True, exist_ok=True)
+        (small / name).write_text(name)
+    (small / "data/gone.png").symlink_to(tmp_path / "nowhere")
+    status, _, err = shell("notebooks", tmp_path / "course")
+    assert status == 1 and err.startswith("refvl: folder: [Errno 2] No such file") and err.count("\n") == 1
+    assert list((tmp_path / "course").iterdir()) == []
+    (small / "data/gone.png").unlink()
+    assert shell("notebooks", tmp_path / "course")[0] == 0
+    copied = {path.relative_to(tmp_path / "course").as_posix() for path in (tmp_path / "course").rglob("*.*")}
+    assert copied == {"notebooks/00.ipynb", "data/pictures/scene.png", "data/README.md"}
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling/data").symlink_to(tmp_path / "nowhere")
+    for folder in (tmp_path / "course", tmp_path / "dangling", small / "data/README.md"):
+        status, _, err = shell("notebooks", folder)
+        assert status == 1 and "already exists; choose a different folder" in err
+
+
+def test_a_page_of_the_user_is_not_replaced(shell, tmp_path):
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    status, _, err = shell("trace", "tiny-qwen2_5_vl", "Hi", "--page", mine)
+    assert (status, err) == (1, f"refvl: page: {mine} already exists; choose a different file\n")
+    assert mine.read_text() == "mine"
+
+
+def test_what_a_prompt_shows_has_no_address():
+    """Of everything that a user reads at a prompt."""
+    model = refvl.load("tiny-qwen2_5_vl", device="cpu", graphs=True, media_cache=100, progress=False)
+    trace = model.trace("Hi", images=[DATA / "pictures/scene.png"], videos=[DATA / "clips/scene.mp4"], max_new_tokens=1)
+    shown = [model, model.processor, model.graphs, model.media_cache, trace, *trace.media[1:], *trace.patches]
+    shown += [trace.patches[0].rows, trace.spans, model.family, model.encoder.config]
+    shown += [PackingCollator(), PRUNERS, Record()]
+    assert [text for text in map(repr, shown) if re.search("0x[0-9a-f]{6}", text) or len(text) > 1500] == []
