@@ -117,13 +117,14 @@ ARRAYS = npst.arrays(
 @given(array=ARRAYS, as_tensor=st.booleans())
 @example(array=np.full((2, 2), -2e-308), as_tensor=True)  # in float32 it would be -0.0
 def test_an_array_is_an_image_or_refused(array, as_tensor):
-    """Oracle: what the docstring says, as a formula: 8 bits as they are, 16 divided by 257, floats
-    times 255."""
+    """Oracle: what the docstring says, as a formula: integers up to 255 as they are, 16 bits
+    divided by 257, floats and booleans times 255."""
     if as_tensor:
         assume(array.dtype != np.uint16)
     channels_last = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (1, 3, 4))
-    scales = {np.dtype(np.uint8): 1, np.dtype(np.uint16): 1 / 257, np.dtype(np.float16): 255, np.dtype(float): 255}
-    fits = array.dtype in scales and (array.dtype.kind != "f" or bool(((array >= 0) & (array <= 1)).all()))
+    scales = {"b": (255, 1), "f": (255, 1), "i": (1, 255), "u": (1 if array.dtype == np.uint8 else 1 / 257, 65535)}
+    scale, most = scales.get(array.dtype.kind, (0, 0))
+    fits = scale > 0 and bool(((array >= 0) & (array <= most)).all())
     try:
         loaded = np.asarray(load_image(torch.from_numpy(array) if as_tensor else array))
     except ValueError as error:
@@ -131,7 +132,7 @@ def test_an_array_is_an_image_or_refused(array, as_tensor):
         return
     assert fits and loaded.shape[-1] == 3
     if array.ndim == 2:
-        assert np.abs(loaded[..., 0] - array.astype(float) * scales[array.dtype]).max() <= 0.5 + 1e-6
+        assert np.abs(loaded[..., 0] - array.astype(float) * scale).max() <= 0.5 + 1e-6
 
 
 @few
