@@ -68,7 +68,7 @@ class Pipeline:
         if request.pruning_rate > 0:
             self.family.require("pruning")
         trace = self.record(device=self.encoder.device)
-        messages = self.processor.messages(request.prompt, request.images, request.videos)
+        messages = trace.messages = self.processor.messages(request.prompt, request.images, request.videos)
         with trace.stage("decode media"):
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):

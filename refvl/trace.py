@@ -22,6 +22,7 @@ class Record:
     """
 
     device: torch.device | None = None  # the clock waits for the queued work of this device
+    messages: list[dict] = field(default_factory=list)  # the prompt in the chat format, with the media's sources
     media: list = field(default_factory=list)  # decoded PIL images and `Video`s
     patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # the encoder's plans, one per forward or replay

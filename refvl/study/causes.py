@@ -12,6 +12,7 @@ the other.
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -34,14 +35,17 @@ Made = Iterator[tuple[str, Tensor]]  # the stage as the model computes it, then 
 
 
 @torch.inference_mode()
-def proven_cause(name: str, model: Any, a: Any, b: Any, media: Sequence) -> str:
+def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> str:
     """Return the cause of the first difference, and the run that has it;
     "" if no recomputation proves one.
 
-    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. media:
-    the decoded images, if they are known.
+    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. trace:
+    the run that is a `Trace`, whose messages and media are known.
     """
     stage, what = name.split("/", 1)
+    if what == "input_ids":
+        return _choice(model, trace, [run.tensors[name].tolist() for run in (a, b)]) if trace else ""
+    media = trace.media if trace else []
     runs = [run.tensors[name].float() for run in (a, b)]
     made = RECOMPUTED[stage](model, a, what, media) if stage in RECOMPUTED else iter(())
     _, right = next(made, ("", runs[0][:0]))
@@ -55,6 +59,18 @@ def proven_cause(name: str, model: Any, a: Any, b: Any, media: Sequence) -> str:
     for cause, found in made:
         if found.shape == right.shape and float((found.float() - runs[odd]).norm()) <= enough * distances[odd]:
             return f"{cause}, in {'ab'[odd]} ({(a, b)[odd].source})"
+    return ""
+
+
+def _choice(model: Any, trace: Any, prompts: list[list[int]]) -> str:
+    """Return the choice of `releases.CHOICES` without which the prompt of a trace becomes the other one."""
+    media = [patches.media_tokens for patches in trace.patches]
+    for choice, (settings, options) in releases.CHOICES.items():
+        processor = copy(model.processor)
+        processor.__dict__ |= settings
+        ids = processor.tokenize(trace.messages, media, **options)
+        if ids in prompts and ids != trace.input_ids.tolist():
+            return f"a choice of refvl: {choice}"
     return ""
 
 

@@ -26,7 +26,7 @@ from refvl.positions.rotary import merge_block_coordinates
 from refvl.study.causes import proven_cause
 
 FORMAT, TENSORS, MANIFEST = "refvl stages 2", "stages.safetensors", "manifest.json"
-STAGES = ("patchify", "encode", "prune", "merge", "positions", "prefill", "decode tokens")
+STAGES = ("decode media", "patchify", "encode", "prune", "merge", "positions", "prefill", "decode tokens")
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
 RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
@@ -120,8 +120,10 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
+        if self.first is None and self.not_in_both:
+            return f"undecided: the same where both recorded, but only one recorded {', '.join(self.not_in_both)}"
         if self.first is None:
-            return "no difference in the stages that both recorded"
+            return "no difference"
         return f"first difference: {self.first.name}; {self.first.cause or 'no cause was proven'}"
 
     def __repr__(self) -> str:
@@ -150,8 +152,8 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
     found = Comparison(ours.source, theirs.source, rows, sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
     if model is not None and found.first is not None:
-        media = getattr(a, "media", None) or getattr(b, "media", None) or []
-        cause = proven_cause(found.first.name, model, ours, theirs, media)
+        trace = next((run for run in (a, b) if hasattr(run, "messages")), None)
+        cause = proven_cause(found.first.name, model, ours, theirs, trace)
         rows[rows.index(found.first)] = replace(found.first, cause=cause)
     return found
 
@@ -251,7 +253,9 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     stage, what = name.split("/", 1)
     if name == STATES:
         return f"after layer {row - 1}" if row else "into layer 0"
-    unit = {"patchify": "patch", "prefill": "token id", "decode tokens": "new token"}.get(stage, "token")
+    unit = {"decode media": "frame", "patchify": "patch", "prefill": "token id", "decode tokens": "new token"}.get(
+        stage, "token"
+    )
     if not what.isdecimal():
         return f"at {unit} {row}"
     grid = layouts[int(what)] if int(what) < len(layouts) else None

@@ -1,91 +1,108 @@
-"""The stages of transformers' own model, recorded with hooks,
+"""The stages of transformers' own processor and model, recorded with hooks,
 so that `refvl.compare` can explain differences.
 
-transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and
-text model. It gets refvl's prompt. For videos it also gets refvl's patch rows, because its own
-video processor samples files itself and needs torchvision. So neither the prompt nor these rows are
-recorded.
+transformers is given only the messages and the files. Its processor applies the chat template, samples frames, writes
+timestamps and placeholders, and prepares pixels: images with its Pillow backend, videos with torchvision, for which it
+has no other backend (`pip install 'refvl[compare]'`). Its model runs tower, merge, positions and text model.
 """
 
+import os
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, AutoVideoProcessor
+from transformers.video_utils import VideoMetadata, load_video
 
 from refvl.language.loading import progress_bars
 from refvl.model import VLM
-from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
-from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
-from refvl.processors.qwen3_vl import Qwen3VLProcessor
+from refvl.pixels.media import Video
+from refvl.processors.glm4v import Glm4vProcessor
+from refvl.processors.messages import media_of
 from refvl.study.comparison import Stages
 from refvl.study.readout import Readout
 from refvl.study.report import Trace
 
-IMAGE_PROCESSORS: dict[type, str] = {
-    Qwen2_5_VLProcessor: "Qwen2VLImageProcessorPil", Qwen3VLProcessor: "Qwen2VLImageProcessorPil",
-    Glm4vProcessor: "Glm4vImageProcessorPil", Glm46VProcessor: "Glm46VImageProcessorPil",
-    GlmgaProcessor: "GlmgaImageProcessorPil",
-}  # fmt: skip
 PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 
-def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """Return the prompt and pixels of a trace, before pruning,
-    as inputs for transformers' `generate`.
+def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
+    """Return the checkpoint's processor in transformers, whose class has the name of refvl's.
 
-    Raises ValueError for families whose model transformers does not have. transformers' GLM marks
-    images and videos with the same token, so it also raises ValueError for a GLM prompt with both.
+    videos: whether the prompt contains any. Raises ValueError for families that transformers has no processor for, and
+    ImportError if videos need torchvision, which is missing.
     """
-    if type(vlm.processor) not in IMAGE_PROCESSORS:
-        reason = "because transformers' model can be recorded only for these families"
-        raise ValueError(f"with: expected a Qwen or GLM model, {reason}, got {vlm.family.name}")
-    by_kind = {kind: [p for p in trace.patches if p.media_tokens.kind == kind] for kind in PIXELS}
-    is_glm = isinstance(vlm.processor, Glm4vProcessor)
-    if is_glm and all(by_kind.values()):
-        wanted = f"only images or only videos for transformers' {vlm.family.name}"
-        raise ValueError(f"with: expected {wanted}, got both")
-    kinds = vlm.processor.placeholders(trace.full_ids)
-    is_image, is_video = (kinds == vlm.token_ids[kind] for kind in PIXELS)
-    ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids) if is_glm else trace.full_ids
-    types = is_image.int() + 2 * is_video.int()
-    inputs = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
-    inputs = {name: row[None] for name, row in inputs.items()}
-    for kind, (rows, grids) in PIXELS.items():
-        if items := by_kind[kind]:
-            inputs[rows] = torch.cat([p.pixel_values for p in items])
-            inputs[grids] = torch.tensor([p.layout for p in items])
-    if by_kind["video"] and isinstance(vlm.processor, Qwen2_5_VLProcessor):
-        per_second = vlm.config.vision_config.tokens_per_second
-        seconds = [p.media_tokens.t_factor / per_second for p in by_kind["video"]]
-        inputs["second_per_grid_ts"] = torch.tensor(seconds)
-    return inputs
+    names = [base.__name__ for base in type(vlm.processor).__mro__ if hasattr(transformers, base.__name__)]
+    if not names:
+        raise ValueError(f"with: expected a family with a processor in transformers, got {vlm.family.name}")
+    if videos and not find_spec("torchvision"):
+        raise ImportError("with: transformers' video processors need torchvision: pip install 'refvl[compare]'")
+    tokenizer = AutoTokenizer.from_pretrained(path_or_id)
+    images: Any = AutoImageProcessor.from_pretrained(path_or_id, backend="pil")
+    parts = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    parts["video_processor"] = AutoVideoProcessor.from_pretrained(path_or_id) if videos else images  # never called
+    unchecked = {"check_argument_for_proper_class": lambda *arguments: None}
+    return type(names[0], (getattr(transformers, names[0]),), unchecked)(**parts)
+
+
+def transformers_inputs(processor: Any, trace: Trace) -> Any:
+    """Return the inputs that transformers' processor makes of the messages and files of a trace, for `generate`.
+
+    Media that are not files are those of the trace. `video_metadata` holds the frames that were sampled.
+    """
+    pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
+    images = [_file_or(source, medium) for (kind, source, _), medium in pairs if kind == "image"]
+    videos = [(_file_or(source, medium), options) for (kind, source, options), medium in pairs if kind == "video"]
+
+    # in place of `fetch_videos`, which needs torchcodec: transformers' reader that needs only PyAV
+    processor.video_processor.fetch_videos = lambda names, sample_indices_fn: zip(
+        *[_frames(*videos[int(name)], sample_indices_fn) for name in names], strict=True
+    )
+    return processor(
+        text=[processor.apply_chat_template(trace.messages, tokenize=False, add_generation_prompt=True)],
+        images=images or None, videos=[str(i) for i in range(len(videos))] or None, return_metadata=True,
+        do_sample_frames=True,  # Qwen2.5-VL's class reads all frames of a file otherwise; qwen-vl-utils samples
+        return_tensors="pt",
+    )  # fmt: skip
+
+
+def _file_or(source: Any, medium: Any) -> Any:
+    return str(source) if isinstance(source, (str, os.PathLike)) and os.path.isfile(source) else medium
+
+
+def _frames(source: Any, options: dict, sample: Any) -> tuple[Any, VideoMetadata]:
+    """Return the sampled frames of a file or a `Video`, and their indices and rate."""
+    if isinstance(source, Video):
+        indices, fps, duration = list(source.indices), source.source_fps, source.duration
+        return source.frames, VideoMetadata(source.total_num_frames, fps, duration=duration, frames_indices=indices)
+    return load_video(source, sample_indices_fn=partial(sample, **{"fps": None} | options))  # None: the class's rate
 
 
 @torch.inference_mode()
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
-    """Run transformers' model, with the weights of the same checkpoint,
-    on the media and the prompt of a refvl trace.
+    """Run transformers' processor and model, with the weights of the same checkpoint,
+    on the messages and files of a refvl trace.
 
-    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as
-    `transformers_inputs` does.
+    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises as `transformers_processor` does.
     """
-    inputs, layouts = transformers_inputs(vlm, trace), list(trace.layouts)
-    prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)
+    items = {kind: [i for i, p in enumerate(trace.patches) if p.media_tokens.kind == kind] for kind in PIXELS}
+    inputs = transformers_inputs(transformers_processor(path_or_id, vlm, bool(items["video"])), trace)
+    source, found = f"transformers {transformers.__version__}", dict[str, Any]()
+    for i, about in zip(items["video"], inputs.pop("video_metadata", ()), strict=True):
+        found[f"decode media/{i}"] = torch.tensor(list(dict.fromkeys(map(int, about.frames_indices))))
+    grids = {kind: inputs[names[1]] for kind, names in PIXELS.items() if names[1] in inputs}
+    for kind, grid in grids.items():
+        rows = inputs[PIXELS[kind][0]].split(grid.prod(1).tolist())
+        found |= {f"patchify/{i}": x for i, x in zip(items[kind], rows, strict=True)}
+    found["merge/input_ids"] = inputs["input_ids"][0]
+    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # their model cannot run images beside videos
+        return Stages(found, source, list(trace.layouts))
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
     model.to(vlm.device).eval()
-    items = {kind: [i for i, p in enumerate(trace.patches) if p.media_tokens.kind == kind] for kind in PIXELS}
-    source, found = f"transformers {transformers.__version__}", dict[str, Any]()
-    if images := items["image"]:
-        prepared = prepare(images=[trace.media[i] for i in images], return_tensors="pt")
-        inputs |= {name: prepared[name] for name in PIXELS["image"]}
-        grids = prepared["image_grid_thw"]
-        rows = prepared["pixel_values"].split(grids.prod(1).tolist())
-        found |= {f"patchify/{i}": x for i, x in zip(images, rows, strict=True)}
-        if grids.tolist() != [list(layouts[i]) for i in images]:
-            return Stages(found, source, layouts)  # the prompt has a different number of placeholders
     encoded, merged = list[Tensor](), list[dict]()
 
     def keep_rows(tower: Any, arguments: Any, output: Any) -> None:
@@ -94,22 +111,23 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
 
     text = model.model.language_model
     with Readout(model, text.layers, inputs["input_ids"].shape[1]) as readout:
-        readout.enter_context(model.model.visual.register_forward_hook(keep_rows))
-        keep_inputs = text.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True)
-        readout.enter_context(keep_inputs)
-        on_device = {name: x.to(vlm.device) for name, x in inputs.items()}
-        ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)[0, readout.length :]
-    for kind, members in items.items():  # transformers runs the tower in this order
-        if members:
-            tokens = inputs[PIXELS[kind][1]].prod(1) // vlm.encoder.config.spatial_merge_size**2
-            found |= {f"encode/{i}": x for i, x in zip(members, encoded.pop(0).split(tokens.tolist()), strict=True)}
+        if grids:
+            readout.enter_context(model.model.visual.register_forward_hook(keep_rows))
+        readout.enter_context(text.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True))
+        whole = model.generate(**inputs.to(vlm.device), max_new_tokens=max_new_tokens, do_sample=False)
+    ids = whole[0, readout.length :]
+    for kind, grid in grids.items():  # transformers runs the tower in this order
+        tokens = (grid.prod(1) // vlm.encoder.config.spatial_merge_size**2).tolist()
+        found |= {f"encode/{i}": x for i, x in zip(items[kind], encoded.pop(0).split(tokens), strict=True)}
     found["merge/inputs_embeds"] = embeds = merged[0]["inputs_embeds"][0]
     if features := merged[0].get("deepstack_visual_embeds"):
         rows = embeds.new_zeros(readout.length, sum(x.shape[1] for x in features))
         rows[merged[0]["visual_pos_masks"][0]] = torch.cat(list(features), dim=1)
         found["merge/deepstack"] = rows
-    found["positions/ids"] = merged[0]["position_ids"][-3:, 0]
+    if (positions := merged[0].get("position_ids")) is not None:
+        found["positions/ids"] = positions.view(-1, readout.length)[-3:].expand(3, -1)
     found |= {"prefill/last_states": readout.last_states, "prefill/first_logits": readout.first_logits}
     found |= {"decode tokens/token_ids": ids, "decode tokens/margins": readout.margins(len(ids))}
-    tensors = {name: x.cpu() for name, x in found.items() if x is not None}
-    return Stages(tensors, source, layouts, trace.spans)
+    return Stages(
+        {name: x.cpu() for name, x in found.items() if x is not None}, source, list(trace.layouts), trace.spans
+    )

@@ -12,6 +12,14 @@ from torch import Tensor
 
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
+# Choices by which refvl's prompts differ from those of transformers' processors (5.17 to 5.23) on purpose: the settings
+# of our processor, and the options of `tokenize`, that give theirs. Another choice needs no prompt: frames of MiniCPM-V
+# 4.6 and 4.7 are resized by Pillow, like images; theirs by torchvision, whose values differ by a level or two of 255.
+CHOICES: dict[str, tuple[dict, dict]] = {
+    "Qwen3-VL's videos without the outer special tokens, as in transformers 4.57": ({"outer_tokens": True}, {}),
+    "special tokens in a user's text are text": ({}, {"allow_special_tokens": True}),
+}
+
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
     """Return the span with its seconds per grid step truncated to an integer,

@@ -61,9 +61,11 @@ class Trace(Record):
     @property
     def stages(self) -> Stages:
         """The tensors of each stage, for `refvl.compare`."""
+        sampled: list[Any] = [torch.tensor(m.indices) if isinstance(m, Video) else None for m in self.media]
         pixels: list[Any] = [patches.pixel_values for patches in self.patches]
         found: dict[str, Tensor | None] = {}
-        for stage, items in (("patchify", pixels), ("encode", self.embeds), ("prune", self.keep_masks)):
+        by_item = {"decode media": sampled, "patchify": pixels, "encode": self.embeds, "prune": self.keep_masks}
+        for stage, items in by_item.items():
             found |= {f"{stage}/{i}": x for i, x in enumerate(items)}
         found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
         found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}

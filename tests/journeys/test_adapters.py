@@ -11,6 +11,7 @@ import pytest
 import torch
 from closeness import assert_agree, assert_logits_agree
 from graph_families import build, distance, make_case, manager_of
+from prompts import inputs_of
 from random_models import NEEDS_5_23, random_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -20,7 +21,6 @@ import refvl
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
 from refvl.serving import adapters, linear
-from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import app
 
 peft = pytest.importorskip("peft")
@@ -72,7 +72,7 @@ def trained_elsewhere(folder, out, **targets):
 @torch.inference_mode()
 def asked(theirs, vlm) -> tuple[list[int], torch.Tensor]:
     """transformers' new ids of QUESTION, and the first token's logits."""
-    inputs = transformers_inputs(vlm, vlm.trace(**QUESTION))
+    inputs = inputs_of(vlm, vlm.trace(**QUESTION))
     output = theirs.generate(
         **inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
@@ -82,7 +82,7 @@ def asked(theirs, vlm) -> tuple[list[int], torch.Tensor]:
 def answered(vlm) -> tuple[list[int], torch.Tensor]:
     """The same of refvl."""
     trace = vlm.trace(**QUESTION)
-    inputs = transformers_inputs(vlm, trace)
+    inputs = inputs_of(vlm, trace)
     output = vlm.generate(
         inputs["input_ids"], pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"],
         max_new_tokens=12, return_dict_in_generate=True, output_logits=True,

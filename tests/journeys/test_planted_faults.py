@@ -42,7 +42,7 @@ def trace(vlm: refvl.VLM, request: str, **options) -> refvl.Trace:
 @cache
 def theirs(name: str, request: str):
     vlm = shipped(name)
-    if (name, request) == (QWEN, "clip"):
+    if request == "clip":  # clips beside transformers: tests/contracts/test_their_processors.py
         return trace(vlm, request).stages
     return record_transformers(str(DATA / "checkpoints" / name), vlm, trace(vlm, request), max_new_tokens=4)
 
@@ -145,11 +145,11 @@ def test_a_planted_fault_is_found(planted, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "request_"),
-    [(name, request) for name in (QWEN, QWEN3, GLM) for request in REQUESTS if (name, request) != (QWEN, "clip")],
+    [(name, request) for name in (QWEN, QWEN3, GLM) for request in REQUESTS if request != "clip"],
 )
 def test_without_a_fault_both_are_the_same(name, request_):
     compared = refvl.compare(trace(shipped(name), request_), theirs(name, request_), model=shipped(name))
-    assert compared.verdict == "no difference in the stages that both recorded"
+    assert compared.verdict == "no difference"
     assert {"prefill/last_states", "prefill/first_logits", "decode tokens/margins"} <= {r.name for r in compared.rows}
 
 
@@ -158,4 +158,5 @@ def test_without_a_fault_two_ways_of_one_model_are_the_same(name):
     """Oracle, for families that transformers does not have: the prompt read in chunks, by other
     kernels' shapes."""
     whole, pieces = (trace(shipped(name), "pictures", prefill_chunk=chunk) for chunk in (None, 7))
-    assert refvl.compare(whole, pieces, model=shipped(name)).verdict == "no difference in the stages that both recorded"
+    compared = refvl.compare(whole, pieces, model=shipped(name))
+    assert compared.first is None and compared.verdict.startswith("undecided: ")  # chunks free what they have read

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
+from prompts import inputs_of
 from shipped import VARIANTS, is_read_here, shipped
 
 import refvl
@@ -274,11 +275,9 @@ def asked(name: str):
     """transformers' own model of a shipped checkpoint, and a question as both take it."""
     from transformers import AutoModelForImageTextToText
 
-    from refvl.study.recording import transformers_inputs
-
     trace = shipped(name).trace("What is it?", images=[SCENE], max_new_tokens=1)
     theirs = AutoModelForImageTextToText.from_pretrained(DATA / "checkpoints" / name, dtype=torch.float32).eval()
-    return theirs, transformers_inputs(shipped(name), trace)
+    return theirs, inputs_of(shipped(name), trace)
 
 
 @few
