@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, AutoVideoProcessor
+from transformers import AutoModelForImageTextToText, AutoTokenizer, AutoVideoProcessor
 from transformers.video_utils import VideoMetadata, load_video
 
 from refvl.language.loading import progress_bars
@@ -27,6 +27,8 @@ from refvl.study.readout import Readout
 from refvl.study.report import Trace
 
 PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+# processor -> its image processor, if their names differ; some released files name a class that no longer exists
+IMAGES = {"Qwen2_5_VL": "Qwen2VL", "Qwen3VL": "Qwen2VL", "MiniCPMV4_7": "MiniCPMV4_6"}
 
 
 def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
@@ -41,7 +43,8 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
     if videos and not find_spec("torchvision"):
         raise ImportError("with: transformers' video processors need torchvision: pip install 'refvl[compare]'")
     tokenizer = AutoTokenizer.from_pretrained(path_or_id)
-    images: Any = AutoImageProcessor.from_pretrained(path_or_id, backend="pil")
+    own = type(vlm.processor).__name__.removesuffix("Processor")
+    images: Any = getattr(transformers, f"{IMAGES.get(own, own)}ImageProcessorPil").from_pretrained(path_or_id)
     parts = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
     parts["video_processor"] = AutoVideoProcessor.from_pretrained(path_or_id) if videos else images  # never called
     unchecked = {"check_argument_for_proper_class": lambda *arguments: None}
