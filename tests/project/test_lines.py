@@ -25,7 +25,7 @@ BUDGETS = {
     "refvl/*.py": 1204, "refvl/pixels": 863, "refvl/processors": 873, "refvl/encoders": 2052,
     "refvl/positions": 635, "refvl/language": 606, "refvl/graphs": 710, "refvl/serving": 1105,
     "refvl/study": 1486, "refvl/tools": 750, "refvl without viz": 10_254, "refvl/viz": 4000,
-    "tests": 16_319, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
+    "tests": 16_330, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
     "raise in refvl without viz": 300, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
 }  # fmt: skip
