@@ -205,6 +205,6 @@ def place_in_table(h: int, w: int, side: int) -> Tensor:
     rounded to float32, so a fraction on a bound may fall below it: patch row 5 of 25 uses row 13 of 70, not 14.
     """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
-    fractions = (torch.arange(0, 1 - 1e-6, 1 / torch.tensor(n)) for n in (h, w))
+    fractions = (torch.arange(0, 1 - 1e-6, float(1 / torch.tensor(n))) for n in (h, w))
     row, column = (torch.bucketize(x, bounds, right=True) for x in fractions)
     return (row[:, None] * side + column).flatten()

@@ -216,8 +216,8 @@ def cut_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Image.
     plan = plan_crops(*image.size, config)
     square = Image.new("RGB", plan.padded)
     square.paste(image)
-    overview = resize(square, *reversed(plan.resized), Image.Resampling.BILINEAR)
-    canvas = resize(overview, *reversed(plan.canvas), Image.Resampling.BILINEAR)
+    overview = resize(square, plan.resized[1], plan.resized[0], Image.Resampling.BILINEAR)
+    canvas = resize(overview, plan.canvas[1], plan.canvas[0], Image.Resampling.BILINEAR)
     return overview, [canvas.crop(box) for box in plan.boxes], plan
 
 

@@ -36,8 +36,11 @@ class TimelineExplorer(Explorer):
             Control("fps", "frames per second", rates),
             Control("duration", "length, s", durations, kind="player", plays="make it longer"),
         ]
-        shared = {"rules": [RELEASES[name] for name in VARIANTS], "words": [WORDS[name] for name in VARIANTS]}
-        shared["decimals"] = [0 if name == "glm4v" else 1 for name in VARIANTS]
+        shared = {
+            "rules": [RELEASES[name] for name in VARIANTS],
+            "words": [WORDS[name] for name in VARIANTS],
+            "decimals": [0 if name == "glm4v" else 1 for name in VARIANTS],
+        }
         rows = {state: self._row(*state) for state in states}
         selected = VARIANTS.index(variant)
         super().__init__(controls, rows, shared=shared, start=(fps, duration), selected=selected)
