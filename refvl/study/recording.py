@@ -76,7 +76,7 @@ def _file_or(source: Any, medium: Any) -> Any:
     return str(source) if isinstance(source, (str, os.PathLike)) and os.path.isfile(source) else medium
 
 
-def _frames(source: Any, options: dict, sample: Any) -> tuple[Any, VideoMetadata]:
+def _frames(source: Any, options: dict, sample: Any) -> Any:
     """Return the sampled frames of a file or a `Video`, and their indices and rate."""
     if isinstance(source, Video):
         indices, fps, duration = list(source.indices), source.source_fps, source.duration
