@@ -54,7 +54,8 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
 def transformers_inputs(processor: Any, trace: Trace) -> Any:
     """Return the inputs that transformers' processor makes of the messages and files of a trace, for `generate`.
 
-    Media that are not files are those of the trace. `video_metadata` holds the frames that were sampled.
+    Media that are not files are those of the trace. `video_metadata` holds the frames that were sampled. Pixel
+    limits of single items and arguments of the template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
     images = [_file_or(source, medium) for (kind, source, _), medium in pairs if kind == "image"]
