@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from random_models import MAKERS, WITH_PATHS, WITHOUT_VIDEOS, load, make, random_folder, random_model
+from random_models import MAKERS, WITHOUT_VIDEOS, load, make, random_folder, random_model
 from safetensors.torch import load_file, save_file
 
 import refvl
@@ -80,21 +80,6 @@ def test_what_does_not_fit_is_refused(name, change, message):
     inputs, _ = tensors_of(name)
     with pytest.raises(ValueError, match=message):
         random_model(name).generate(**(inputs | change(inputs)))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("budgets", [[8, 16, 64, 256], [2]], ids=["replayed", "too small"])
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "MiniCPM-V 2.0"])
-def test_graphs_change_no_id(name, budgets):
-    """Hits with padding, and the eager way for what is larger than every budget."""
-    if name in WITH_PATHS and budgets == [2]:
-        pytest.skip("budgets of several paths are derived, and hold one unit of each")
-    graphed = load(random_folder(name), graphs={"max_budget": 64} if name in WITH_PATHS else {"budgets": budgets})
-    for media in ({}, media_of(name)):
-        expected, trace = (m.trace("What?", max_new_tokens=NEW_TOKENS, **media) for m in (random_model(name), graphed))
-        assert trace.token_ids == expected.token_ids
-    stats = graphed.graphs.stats()
-    assert (stats.hits > 0, stats.misses > 0) == (budgets != [2], budgets == [2])
 
 
 @each_family

@@ -49,15 +49,6 @@ def _center_of_ink(picture: np.ndarray) -> tuple[float, float]:
     return y.mean(), x.mean()
 
 
-def test_nobody_stands_in_the_movers_way():
-    for index in range(300):
-        scene = scenes.draw_scene("test", index, clip=True, objects=(4, 4))
-        centers = np.array(scenes.mover_centers(scene))
-        assert (centers > 8).all() and (centers < 84 - 8).all()
-        for other in scene.things[1:]:
-            assert np.hypot(*(centers - other.center).T).min() > 20
-
-
 def test_exactly_one_object_changes_and_only_when_the_scene_says():
     """Oracle: the frames.
 

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 
 import pytest
@@ -111,12 +110,6 @@ def test_the_help_is_complete(shell, monkeypatch):
     assert "REFVL_TRACEBACK=1" in shell("--help")[1]
     assert ", ".join(("auto", *BACKENDS)) in shell("chat", "--help")[1]
     assert shell("--version") == (0, f"refvl {refvl.__version__}\n", "")
-
-
-@pytest.mark.thorough
-def test_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "refvl", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("chat", "trace", "info", "bench"))
 
 
 def test_layouts_are_told_in_a_few_words():
