@@ -79,8 +79,10 @@ def pruning(name):
 
 
 def graphs(name):
-    vlm = load(name, graphs={"max_budget": 64})
-    assert vlm.trace(**QUESTION).token_ids == plain_run(name).token_ids and vlm.graphs.stats().hits
+    media = {} if name in WITHOUT_VIDEOS else {"videos": [FRAMES]}
+    vlm, asked = load(name, graphs={"max_budget": 64}), QUESTION | media
+    expected = random_model(name).trace(**asked).token_ids
+    assert vlm.trace(**asked).token_ids == expected and vlm.graphs.stats().hits
 
 
 def embeds(name):

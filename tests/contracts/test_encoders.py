@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import pytest
 import torch
 from closeness import assert_agree
+from graph_families import poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import HAS_5_23
@@ -445,16 +446,6 @@ def test_a_spoiled_item_spoils_itself_alone_in_a_replay(case, dtype, value):
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def poison(manager) -> None:
-    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
-    for part in getattr(manager, "managers", {"": manager}).values():
-        for captured in part.captured.values():
-            captured.pixel_values.fill_(NAN)
-            for out in (out for operation in captured.graph.operations for out in operation.outputs):
-                out.fill_(NAN if out.is_floating_point() else 1)
 
 
 def check_replay(case: Case, layouts, seed: int = 1) -> list[Tensor]:

@@ -70,7 +70,6 @@ REFUSED = {
         lambda i: {"input_ids": i["input_ids"].repeat(2, 1)},
         "input_ids: expected only placeholders of the given images, got .* more",
     ),
-    "a rate of 1": (lambda i: {"pruning_rate": 1.0}, r"pruning_rate: expected a pruning rate in \[0, 1\), got 1.0"),
 }
 
 

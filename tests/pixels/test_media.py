@@ -1,10 +1,8 @@
 """Pictures and clips: which way up, how 16 bits become 8, which frames, and what is said about a bad file."""
 
-import io
 import math
 import os
 import struct
-import zlib
 from fractions import Fraction
 
 import numpy as np
@@ -71,25 +69,14 @@ def test_alpha_is_blended_onto_white():
 
 
 def test_transparent_palette_and_grey(tmp_path):
-    """A transparent palette entry and a transparent grey level become white."""
+    """Both become white; a transparent level or colour: tests/robustness/test_properties.py."""
     palette = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
     palette.save(tmp_path / "p.png", transparency=1)
     [colors] = pixels(tmp_path / "p.png").tolist()
     assert colors == [[10, 20, 30], [255, 255, 255], [70, 80, 90]]
-    Image.fromarray(np.array([[5, 6]], np.uint8)).save(tmp_path / "l.png", transparency=6)
-    assert pixels(tmp_path / "l.png").tolist() == [[[5, 5, 5], [255, 255, 255]]]
     grey = Image.merge("LA", [Image.new("L", (2, 1), 80), Image.new("L", (2, 1), 0)])
     assert pixels(grey).min() == 255
-
-
-def test_the_transparent_colour_of_a_16_bit_png_becomes_white():
-    """PNG, section 11.3.2.1; of a pixel, Pillow keeps the upper 8 bits. The file is written by hand."""
-    chunks = {b"IHDR": struct.pack(">IIBBBBB", 3, 1, 16, 2, 0, 0, 0), b"tRNS": struct.pack(">HHH", 300, 301, 302)}
-    chunks[b"IDAT"] = zlib.compress(struct.pack(">x9H", 300, 301, 302, 200, 200, 200, 60000, 300, 302))
-    parts = [struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks.items()]
-    file = io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(parts) + struct.pack(">I4sI", 0, b"IEND", 0xAE426082))
-    assert pixels(Image.open(file)).tolist() == [[[255, 255, 255], [0, 0, 0], [234, 1, 1]]]
 
 
 def test_16_bit_grey_is_scaled(tmp_path):

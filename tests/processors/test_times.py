@@ -31,3 +31,11 @@ def test_prompts_tell_true_seconds(jumping, name):
     else:
         per_second = processor.config.vision_config.tokens_per_second
         assert patches.media_tokens.t_factor == pytest.approx(2 * 9.4 / 8 * per_second)
+
+
+def test_second_per_grid_reaches_the_positions(vlm, clip):
+    trace = vlm.trace("go", videos=[clip], max_new_tokens=1)
+    (video,), (span,) = trace.media, trace.spans
+    assert span.t_factor == pytest.approx(2 / video.fps * vlm.config.vision_config.tokens_per_second)
+    first_of_last_frame = span.offset + (span.t - 1) * span.h * span.w
+    assert trace.positions[0, first_of_last_frame] == span.offset + int((span.t - 1) * span.t_factor)
