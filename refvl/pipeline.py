@@ -129,7 +129,7 @@ class Pipeline:
 
     def answer(self, trace: Any, max_new_tokens: int | None, *, streamer: Any = None, **options) -> GenerateOutput:
         """Prefill and decode; set `token_ids`, `text`, and the seconds of both stages."""
-        timer = TokenTimer(trace.device, streamer)
+        timer = TokenTimer(trace.device, [streamer])
         output = self.decode([trace], max_new_tokens, streamer=timer, **options)
         start, first = timer.times[:2]
         trace.seconds["prefill"] = trace.seconds.get("prefill", 0.0) + first - start

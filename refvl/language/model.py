@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -58,14 +58,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
-        self,
-        input_ids: Tensor,
-        attention_mask=None,
-        inputs_embeds=None,
-        past_key_values: Cache | None = None,
-        deepstack_embeds=None,
-        position_shift: Tensor | None = None,
-        **kwargs,
+        self, input_ids: Tensor, inputs_embeds=None, deepstack_embeds=None, position_shift=None, **kwargs
     ) -> dict[str, Any]:
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
@@ -76,10 +69,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         from running again; otherwise, transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
-        if inputs_embeds is None and past_key_values is not None:
-            kwargs["next_sequence_length"] = input_ids.shape[1] - int(past_key_values.get_seq_length())
-        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
-        inputs = base.prepare_inputs_for_generation(input_ids, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if inputs_embeds is None and cache is not None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - int(cache.get_seq_length())
+        inputs = base.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
         if position_shift is not None and not kwargs.get("is_first_iteration"):
@@ -111,14 +104,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Return logits (B, L or logits_to_keep, vocabulary) for (B, L, D) embeddings and (3, B, L) positions."""
-        outputs = self.model(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            position_ids=self.model_positions(position_ids),
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+        kwargs |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        positions = self.model_positions(position_ids)
+        outputs = self.model(position_ids=positions, attention_mask=attention_mask, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         if inputs_embeds is not None and torch.is_inference_mode_enabled():  # the prompt of an answer
@@ -148,28 +136,22 @@ class TokenTimer(BaseStreamer):
     """A streamer that records token times: transformers calls `put` first with the prompt, then with each new token."""
 
     device: torch.device | None
-    listener: BaseStreamer | None = None  # receives the same calls
+    listeners: Sequence[BaseStreamer | None] = ()  # they receive the same calls; None counts as no listener
     times: list[float] = field(default_factory=list)  # in seconds
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
-        if self.listener:
-            self.listener.put(value)
+        for listener in filter(None, self.listeners):
+            listener.put(value)
 
     def end(self) -> None:
-        if self.listener:
-            self.listener.end()
+        for listener in filter(None, self.listeners):
+            listener.end()
 
 
 @torch.inference_mode()
 def generate(
-    language_model: CausalTextModel,
-    input_ids: Tensor,
-    positions: Tensor,
-    attention_mask: Tensor,
-    *,
-    max_new_tokens: int,
-    **options,
+    language_model: CausalTextModel, input_ids: Tensor, positions: Tensor, attention_mask: Tensor, **options
 ) -> GenerateOutput:
     """Return transformers' output, whose `sequences` are the new ids (B * num_return_sequences, max_new_tokens or
     fewer).
@@ -177,9 +159,9 @@ def generate(
     input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L) int64; decode steps
     continue at the last position + 1 on every axis, plus an optional `position_shift` (B, 3). attention_mask: (B, L),
     0 for left padding.
-    options: options of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy decoding. They
-    include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds`
-    (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.
+    options: options of transformers' `generate` (`max_new_tokens`, `do_sample`, ...); the default is greedy decoding.
+    They include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features,
+    `deepstack_embeds` (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.
     """
     if (seed := options.pop("seed", None)) is not None:
         torch.manual_seed(seed)
@@ -189,13 +171,9 @@ def generate(
         options = {"do_sample": False} | options
         if not options["do_sample"]:  # greedy decoding ignores the checkpoint's sampling defaults
             options = {"temperature": None, "top_p": None, "top_k": None} | options
-    output: Any = GenerationMixin.generate(
-        language_model,  # type: ignore[arg-type]  # transformers requires a protocol that its own base class lacks
-        input_ids=input_ids,
-        position_ids=positions,
-        attention_mask=attention_mask,
-        max_new_tokens=max_new_tokens,
-        **({"use_cache": True} | options | {"return_dict_in_generate": True}),
-    )
+    inputs = {"input_ids": input_ids, "position_ids": positions, "attention_mask": attention_mask}
+    options = {"use_cache": True} | options | inputs | {"return_dict_in_generate": True}
+    model: Any = language_model  # transformers requires a protocol that its own base class lacks
+    output: Any = GenerationMixin.generate(model, **options)
     output.sequences = output.sequences[:, input_ids.shape[1] :]
     return output

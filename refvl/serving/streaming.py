@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CompileConfig, StoppingCriteriaList, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
 
+from refvl.language.model import TokenTimer
 from refvl.serving.options import is_static
 from refvl.trace import Record
 
@@ -21,21 +21,6 @@ def of_a_thread() -> dict:
     return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
 
 
-class FanOut(BaseStreamer):
-    """Several streamers combined into one; None counts as no streamer."""
-
-    def __init__(self, *streamers: BaseStreamer | None):
-        self.streamers = [streamer for streamer in streamers if streamer is not None]
-
-    def put(self, value: Tensor) -> None:
-        for streamer in self.streamers:
-            streamer.put(value)
-
-    def end(self) -> None:
-        for streamer in self.streamers:
-            streamer.end()
-
-
 def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options: dict) -> Iterator[str]:
     """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count.
 
@@ -43,7 +28,7 @@ def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options
     raised in this function.
     """
     streamer = TextIteratorStreamer(model.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    both = FanOut(streamer, options.pop("streamer", None))
+    both = TokenTimer(None, [streamer, options.pop("streamer", None)])
     stopped, failures = Event(), []
     options = (of_a_thread() if is_static(model.language_model, options) else {}) | options
 
