@@ -39,6 +39,8 @@ class ChatProcessor:
     image_config: Any  # the settings for preparing an image
     video_config: Any  # the settings for preparing a video; None if the model accepts no video
     video_options: ClassVar[Collection[str]] = ()  # the sampling options of a message, besides num_frames alone
+    sampler: ClassVar[Callable[..., Sequence[int]]]  # (total, source_fps, **options) -> the indices of frames
+    timestamps_of: Callable[[Video], tuple[float, ...]]  # a video -> the time that the prompt states for each frame
     no_video: ClassVar[str]  # the error for a video if the model accepts none
     clip_sampling: Any = ""  # a description of the video sampling; empty if `video_config` contains all of it
     tokens_at_once: int = 1  # a number that divides every token count of the encoder
@@ -104,8 +106,13 @@ class ChatProcessor:
         return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Return the indices of the frames to read from a file of `total` frames."""
-        raise ValueError(self.no_video)
+        """Return the frames to read from a file of `total` frames, at the checkpoint's rate and within its limits.
+
+        options: the options of a message, which override the checkpoint's.
+        """
+        names = ("min_frames", "max_frames") if "num_frames" in options else self.video_options
+        rule = {name: getattr(self.video_config, name) for name in names}
+        return self.sampler(total, source_fps, **(rule | options))
 
     def patchify(self, media: Sequence[Image.Image | Video], *, pixels: bool = True) -> list[Patches]:
         """Resize each media item and cut it into patch rows, or without pixels plan only their layout.
@@ -145,8 +152,10 @@ class ChatProcessor:
         return range(len(video.frames))
 
     def extents_of(self, medium: Image.Image | Video, layout: Any) -> MediaTokens:
-        """Return the extents of a decoded item, with all that its prompt and its positions need to know."""
-        return self.media_tokens("video" if isinstance(medium, Video) else "image", layout)
+        """Return the extents of a decoded item; those of a video contain the timestamp of each frame."""
+        if not isinstance(medium, Video):
+            return self.media_tokens("image", layout)
+        return FramewiseMedia("video", self.media_tokens("video", layout).thw, timestamps=self.timestamps_of(medium))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """Return the extents that the language model sees for an item of this layout; text separates a video's frames.
@@ -162,15 +171,17 @@ class ChatProcessor:
 
         A part of a video has at most max_tokens tokens, or consists of a single grid step. An image is one part.
         """
-        layout = self.layout_of(medium)
-        if not isinstance(medium, Video):
-            yield layout, self.rows_of(medium)
-            return
-        frames, config = list(self.frames_read(medium)), self.video_config
-        _, h, w = self.media_tokens("video", layout).thw
+        if isinstance(medium, Video):
+            return self.video_pieces(medium, max_tokens)
+        return iter([(self.layout_of(medium), self.rows_of(medium))])
+
+    def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
+        """Yield the `pieces` of a video."""
+        frames, config = list(self.frames_read(video)), self.video_config
+        _, h, w = self.media_tokens("video", self.layout_of(video)).thw
         at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
         for start in range(0, len(frames), at_once):
-            part = medium.frames[frames[start : start + at_once]]
+            part = video.frames[frames[start : start + at_once]]
             rows, grid = levels_of_frames(part, config, len(frames))
             yield grid, rows
 

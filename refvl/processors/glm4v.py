@@ -23,13 +23,13 @@ up to six times. Frames are filled with the image's token; `placeholders` also a
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import Grid, read_json
+from refvl.checks import read_json
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import Video, sample_frame_indices
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
@@ -77,15 +77,10 @@ class Glm4vProcessor(ChatProcessor):
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
-    def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
-        """Return the extents of an item; those of a video contain the timestamp of each frame, as it is written."""
-        extents = super().extents_of(medium, layout)
-        if not isinstance(medium, Video):
-            return extents
-        timestamps = medium.timestamps  # these times are exact even if the rate varies
-        seconds = [timestamps[place] for place in self.frames_read(medium)[::2]]
-        written = tuple(written_seconds(self.variant, second) for second in seconds)
-        return FramewiseMedia("video", extents.thw, timestamps=written)
+    def timestamps_of(self, video: Video) -> tuple[float, ...]:
+        """Return the time of each grid step's first frame, as it is written."""
+        timestamps = video.timestamps  # these times are exact even if the rate varies
+        return tuple(written_seconds(self.variant, timestamps[place]) for place in self.frames_read(video)[::2])
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""

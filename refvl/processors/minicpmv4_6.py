@@ -133,15 +133,12 @@ class MiniCPMV4_6Processor(TakesVideos):
         """The rule for slicing a frame, with the limits of the video settings."""
         return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
-    def pieces(self, medium: Any, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
-        """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
-        if not isinstance(medium, Video):
-            yield self.layout_of(medium), self.rows_of(medium)
-            return
-        layout = self.plan_of(medium).layout
+    def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+        """Yield (layout, patch rows) for consecutive parts of a video; see `ChatProcessor.pieces`."""
+        layout = self.plan_of(video).layout
         at_once = max(1, max_tokens // self.media_tokens("video", layout).num_tokens)
-        for start in range(0, len(medium.frames), at_once):
-            part = medium.frames[start : start + at_once]
+        for start in range(0, len(video.frames), at_once):
+            part = video.frames[start : start + at_once]
             yield layout * len(part), levels_of_slices(map(Image.fromarray, part), self.frame_config)
 
     @staticmethod

@@ -84,13 +84,10 @@ class TakesVideos(ChatProcessor):
         """The rule for slicing a frame: an overview alone."""
         return replace(self.image_config, max_slice_nums=1)
 
-    def pieces(self, medium: Any, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels | Tensor]]:
-        """Yield (layout, patch rows) for consecutive parts of an item; see `ChatProcessor.pieces`."""
-        layout = self.layout_of(medium)
-        if not isinstance(medium, Video):
-            yield layout, self.rows_of(medium)
-            return
-        frames, at_once = iter(medium.frames), max(1, max_tokens // self.query_num)
+    def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels | Tensor]]:
+        """Yield (layout, patch rows) for consecutive parts of a video; see `ChatProcessor.pieces`."""
+        layout, frames = self.layout_of(video), iter(video.frames)
+        at_once = max(1, max_tokens // self.query_num)
         for start in range(0, len(layout), at_once):
             part = layout[start : start + at_once]
             taken = islice(frames, sum(len(group.slices) for group in part))

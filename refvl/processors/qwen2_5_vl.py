@@ -4,7 +4,6 @@ The prompt does not contain the times of a video; they scale the time axis of it
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from refvl.checks import Grid
@@ -16,13 +15,8 @@ from refvl.processors.chat import ChatProcessor
 class Qwen2_5_VLProcessor(ChatProcessor):
     """Qwen2.5-VL's processor. Layouts are grids (t, h, w) in patches."""
 
+    sampler = staticmethod(sample_frame_indices)
     video_options = ("fps", "min_frames", "max_frames")
-
-    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Return the indices of frames sampled at the checkpoint's rate and within its limits, unless options say."""
-        names = ("min_frames", "max_frames") if "num_frames" in options else self.video_options
-        rule = {name: getattr(self.video_config, name) for name in names}
-        return sample_frame_indices(total, source_fps, **(rule | options))
 
     def load_video(self, source, options: dict) -> Video:
         """Load a video; frames in memory count as sampled at the checkpoint's rate, unless the message sets it."""

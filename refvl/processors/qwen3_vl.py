@@ -9,36 +9,47 @@ video. transformers 5.10 and later, and vLLM 0.32, also keep the outer tokens; s
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from refvl.checks import Grid, check_positive, check_positive_ints
+from refvl.checks import check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import Video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig
 from refvl.processors.chat import ChatProcessor
 
 
+def even_indices(
+    total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
+    num_frames: int | None = None,
+) -> list[int]:  # fmt: skip
+    """Return the indices of `fps` frames per second within the limits, or of `num_frames`, from first to last frame.
+
+    Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
+
+    >>> even_indices(132, 25.0)
+    [0, 15, 29, 44, 58, 73, 87, 102, 116, 131]
+    """
+    wanted = num_frames
+    if wanted is None:
+        min_frames, max_frames = check_positive_ints(min_frames=min_frames, max_frames=max_frames)
+        wanted = int(min(max(total / source_fps * check_positive(fps, "fps"), min_frames), max_frames, total))
+    elif (wanted := check_positive_ints(num_frames=wanted)[0]) > total:
+        raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {wanted}")
+    return np.linspace(0, total - 1, wanted).round().astype(int).tolist()
+
+
 class Qwen3VLProcessor(ChatProcessor):
     """Qwen3-VL's processor. Layouts are grids (t, h, w) in patches."""
 
     patch_config = Qwen3VLPatchConfig
+    sampler = staticmethod(even_indices)
     outer_tokens: bool = False  # whether a video keeps the special tokens that the chat template writes around it
     video_options = ("fps", "min_frames", "max_frames")
 
-    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Return `even_indices` with the checkpoint's rate and limits, unless `options` set them."""
-        names = () if "num_frames" in options else self.video_options
-        rule = {name: getattr(self.video_config, name) for name in names}
-        return even_indices(total, source_fps, **(rule | options))
-
-    def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
-        """Return the extents of an item; those of a video contain the timestamp of each frame."""
-        extents = super().extents_of(medium, layout)
-        if not isinstance(medium, Video):
-            return extents
-        return FramewiseMedia("video", extents.thw, timestamps=tuple(seconds_of_steps(medium.timestamps)))
+    def timestamps_of(self, video: Video) -> tuple[float, ...]:
+        """Return the mean time of the frames of each grid step."""
+        return tuple(seconds_of_steps(video.timestamps))
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return an item's ids: an image's token repeated, or a video's frames, each preceded by its timestamp."""
@@ -67,23 +78,3 @@ def seconds_of_steps(timestamps: Sequence[float]) -> list[float]:
     """
     seconds = [*timestamps, *timestamps[-1:]]
     return [(a + b) / 2 for a, b in zip(seconds[::2], seconds[1::2], strict=False)]
-
-
-def even_indices(
-    total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
-    num_frames: int | None = None,
-) -> list[int]:  # fmt: skip
-    """Return the indices of `fps` frames per second within the limits, or of `num_frames`, from first to last frame.
-
-    Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
-
-    >>> even_indices(132, 25.0)
-    [0, 15, 29, 44, 58, 73, 87, 102, 116, 131]
-    """
-    wanted = num_frames
-    if wanted is None:
-        min_frames, max_frames = check_positive_ints(min_frames=min_frames, max_frames=max_frames)
-        wanted = int(min(max(total / source_fps * check_positive(fps, "fps"), min_frames), max_frames, total))
-    elif (wanted := check_positive_ints(num_frames=wanted)[0]) > total:
-        raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {wanted}")
-    return np.linspace(0, total - 1, wanted).round().astype(int).tolist()
