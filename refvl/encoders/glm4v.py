@@ -168,17 +168,13 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class PatchMerger(nn.Module):
+class PatchMerger(SwiGLU):
     """Linear - LayerNorm - GELU, then SwiGLU; inputs and outputs have the language model's width."""
 
     def __init__(self, size: int, intermediate_size: int):
-        super().__init__()
+        super().__init__(size, intermediate_size, bias=False)
         self.proj = nn.Linear(size, size, bias=False)
         self.post_projection_norm = nn.LayerNorm(size)
-        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        x_MD = F.gelu(self.post_projection_norm(self.proj(x_MD)))
-        return self.down_proj(F.silu(self.gate_proj(x_MD)) * self.up_proj(x_MD))
+        return super().forward(F.gelu(self.post_projection_norm(self.proj(x_MD))))
