@@ -4,7 +4,8 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,12 @@ def load(
     if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
         raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
     _check_arguments(path_or_id, graphs, model_kwargs, stored, text)
-    cache = _media_cache(media_cache)
+    assemble: Callable[..., VLM] = VLM
+    if media_cache is not None:
+        from refvl.serving.media_cache import CachedVLM, MediaCache
+
+        cache = media_cache if isinstance(media_cache, MediaCache) else MediaCache(media_cache)
+        assemble = partial(CachedVLM, media_cache=cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
     config = families.read_config(folder or path_or_id)
@@ -130,11 +136,7 @@ def load(
         processor = families.load_processor(processor_folder, config)
         if stored and text and processor.tokenizer is None:
             raise ValueError(f"{folder}: tokenizer.json is missing; with text=False, the vision tower loads without it")
-    vlm = VLM(config, processor, *models)
-    if cache is not None:
-        from refvl.serving.media_cache import CachedVLM
-
-        vlm = CachedVLM(config, processor, *models, cache)
+    vlm = assemble(config, processor, *models)
     if text:
         _add_stop_tokens(vlm)
     if adapters:
@@ -145,15 +147,6 @@ def load(
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
-
-
-def _media_cache(given: Any) -> Any:
-    """Return the `MediaCache` that was passed, a new one for a number of tokens, or None."""
-    if given is None:
-        return None
-    from refvl.serving.media_cache import MediaCache
-
-    return given if isinstance(given, MediaCache) else MediaCache(given)
 
 
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:

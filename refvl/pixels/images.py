@@ -5,7 +5,7 @@ pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on dec
 """
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,10 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
         kinds = "a path, a PIL image, a numpy array or a torch tensor"
         raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
     try:
-        if is_path:
-            with Image.open(source) as opened:
-                image = to_rgb(opened, limits)
-        elif isinstance(source, Image.Image):
-            image = to_rgb(source, limits)
-        else:
-            image = to_rgb(Image.fromarray(as_uint8(channels_last(source))), limits)
+        if not is_path and not isinstance(source, Image.Image):
+            source = Image.fromarray(as_uint8(channels_last(source)))
+        with Image.open(source) if is_path else nullcontext(source) as opened:
+            image = to_rgb(opened, limits)
     except Exception as error:  # Pillow's decoders may raise errors of any kind
         raise ValueError(f"image: {origin or type(source).__name__} cannot be read: {error}") from error
     image.info = {"source": origin} if origin else {}  # the EXIF block is dropped, so nothing rotates the image again
