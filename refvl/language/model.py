@@ -58,7 +58,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
-        self, input_ids: Tensor, inputs_embeds=None, deepstack_embeds=None, position_shift=None, **kwargs
+        self, input_ids, inputs_embeds=None, past_key_values=None, deepstack_embeds=None, position_shift=None, **kwargs
     ) -> dict[str, Any]:
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
@@ -69,10 +69,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         from running again; otherwise, transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
-        cache = kwargs.get("past_key_values")
-        if inputs_embeds is None and cache is not None:
-            kwargs["next_sequence_length"] = input_ids.shape[1] - int(cache.get_seq_length())
-        inputs = base.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        if inputs_embeds is None and past_key_values is not None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - int(past_key_values.get_seq_length())
+        kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        inputs = base.prepare_inputs_for_generation(input_ids, **kwargs)
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
         if position_shift is not None and not kwargs.get("is_first_iteration"):
