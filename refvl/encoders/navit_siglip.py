@@ -81,12 +81,9 @@ class NaVitSiglip(Tower):
         self.patch_values = config.patch_values
         self.table_side = config.num_patches_per_side
         layers = [EncoderLayer(config) for _ in range(config.num_hidden_layers - drop_last_layer)]
-        self.embeddings = nn.ModuleDict(
-            {
-                "patch_embedding": nn.Linear(config.patch_values, config.hidden_size),
-                "position_embedding": nn.Embedding(self.table_side**2, config.hidden_size),
-            }
-        )
+        self.embeddings = nn.ModuleDict()
+        self.embeddings["patch_embedding"] = nn.Linear(config.patch_values, config.hidden_size)
+        self.embeddings["position_embedding"] = nn.Embedding(self.table_side**2, config.hidden_size)
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 

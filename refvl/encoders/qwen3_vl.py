@@ -17,8 +17,8 @@ separates them again.
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
 `forward` does not read values back and does not branch on tensors. The plan also contains the values sampled from the
-table, which depend on the grid and on the weights. The input checks, device, backends and weight names are defined in
-`GridEncoder` and `Tower`.
+table, which depend on the grid and on the weights. The attention is that of Qwen2.5-VL's tower. The input checks,
+device, backends and weight names are defined in `GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).
@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from refvl.attention import Segments
 from refvl.checks import Grid, check_shape
 from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
+from refvl.encoders.qwen2_5_vl import VisionAttention
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotate
+from refvl.positions.rotary import rotary_cos_sin, rotary_factors
 from refvl.positions.tables import sample_position_table
 
 
@@ -151,22 +152,6 @@ class VisionBlock(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
-
-
-class VisionAttention(nn.Module):
-    """Attention with a fused, biased QKV projection and rotary q and k; a patch attends only within its own frame."""
-
-    def __init__(self, config: Qwen3VLVisionConfig):
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
-        qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
-        qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # rotating q and k together halves the number of kernels
-        return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class VisionMLP(nn.Module):

@@ -53,15 +53,10 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
     activation = None
     gelu: ClassVar[str] = "none"  # the exact GELU
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "img_size": "image_size",
-            "in_chans": "num_channels",
-            "embed_dim": "hidden_size",
-            "depth": "num_hidden_layers",
-            "num_heads": "num_attention_heads",
-        }
-    )
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({
+        "img_size": "image_size", "in_chans": "num_channels", "embed_dim": "hidden_size", "depth": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+    })  # fmt: skip
     image_size: int = 384  # the side in pixels of the images that the position table was learned on
 
     @classmethod
