@@ -60,7 +60,7 @@ from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.positions.rotary import rotary_matrices
-from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
+from refvl.serving.linear import KERNELS, OneDnnLinear, choose_linear, use_onednn
 from refvl.study.costs import encoder_operations, prefill_operations
 
 NAME = "performance_cpu"
@@ -265,7 +265,8 @@ def measure_evs(repeats: int) -> dict:
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
     text_config.num_hidden_layers, text_config.vocab_size = 1, 256
     layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
-    use_faster_linear(layer)  # as `refvl.load` does
+    if choose_linear("auto", layer.device, layer.dtype) == "onednn":  # as `refvl.load` does
+        use_onednn(layer)
     thw, words, q = (10, 9, 8), 80, 0.75
     video = torch.randn(math.prod(thw), text_config.hidden_size)
 

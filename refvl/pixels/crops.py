@@ -25,11 +25,10 @@ from torch import Tensor
 
 from refvl.checks import as_integer_rows
 from refvl.pixels.images import resize
-from refvl.pixels.patches import check_preprocessing, known_fields
+from refvl.pixels.patches import check_aspect_ratio, check_preprocessing, known_fields
 
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
 MIN_SIDE, THIN_RATIO = 32, 4
-MAX_RATIO = 200  # a thinner image raises an error: it would become a huge square, or hundreds of crops
 SQUARE_RATIO = 1.5  # up to this ratio, a small image needs only the overview
 SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
 
@@ -163,14 +162,13 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
     """Plan how an image of this size in pixels is cut. Sizes are truncated in floating point, as in upstream.
 
-    Raises ValueError for an aspect ratio above 200.
+    Raises ValueError for an aspect ratio above 200: a thinner image would become a huge square, or hundreds of crops.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
     """
+    check_aspect_ratio(height, width)
     long, short = max(width, height), min(width, height)
-    if long > MAX_RATIO * short:
-        raise ValueError(f"image: expected an aspect ratio of at most {MAX_RATIO}, got {width} x {height} pixels")
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
 

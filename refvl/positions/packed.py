@@ -39,9 +39,8 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
     """
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
-    ids, positions = map(
-        list, zip(*(_ids_and_positions(p, f"prompts[{i}]") for i, p in enumerate(prompts)), strict=True)
-    )
+    pairs = [_ids_and_positions(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    ids, positions = map(list, zip(*pairs, strict=True))
     if (room := _room(sum(map(len, ids)), pad_to)) > 0:
         ids.append(ids[0].new_zeros(room))
         positions.append(torch.arange(room).expand(3, -1))

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import dropwhile
+from itertools import count, dropwhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,7 +87,8 @@ class MiniCPMVProcessor(ChatProcessor):
         self.slice_text = m["slice_start"] + unknown + m["slice_end"]
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         self.stop_token_ids = [vocabulary[token] for token in TERMINATORS if token in vocabulary]
-        if vocabulary and (missing := vocabulary_lacks(vocabulary, m, self.image_config.use_image_id)):
+        needed = [mark for name, mark in m.items() if self.image_config.use_image_id or not name.startswith("im_id")]
+        if vocabulary and (missing := [mark for mark in needed if mark not in vocabulary]):
             raise ValueError(f"tokenizer: has no special tokens {missing}, which MiniCPM-V's prompts need")
         self.mark_ids = {name: vocabulary.get(mark, TEXT_ID) for name, mark in m.items()} if vocabulary else {}
         self.token_ids = {"image": self.mark_ids.get("unk", NO_VIDEO_ID), "video": NO_VIDEO_ID}
@@ -161,13 +162,11 @@ class MiniCPMVProcessor(ChatProcessor):
         kinds = [medium.kind for medium in media]
         if pieces[1::2] != kinds:
             raise ValueError(f"prompt: its placeholders are {pieces[1::2]}, but the media given are {kinds}")
-        images = 0
-        for i, medium in enumerate(media):
-            if medium.kind == "image":
-                pieces[2 * i + 1] = self.write_image(medium, images)
-                images += 1
-            else:
-                pieces[2 * i + 1] = self.write_video(medium)
+        numbers = count()
+        pieces[1::2] = [
+            self.write_image(medium, next(numbers)) if medium.kind == "image" else self.write_video(medium)
+            for medium in media
+        ]
         return "".join(pieces)
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
@@ -247,12 +246,6 @@ class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
     """MiniCPM-V 4.5: frames are packed, and each has a temporal id in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)
-
-
-def vocabulary_lacks(vocabulary: dict[str, int], marks: dict[str, str], numbers_images: bool) -> list[str]:
-    """Return the special tokens that are missing; those around a number are needed only if images are numbered."""
-    needed = [mark for name, mark in marks.items() if numbers_images or not name.startswith("im_id")]
-    return [mark for mark in needed if mark not in vocabulary]
 
 
 def slicing_of(config: PretrainedConfig, numbers_images: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from refvl.checks import read_json
 from refvl.merge import MediaTokens
 from refvl.pixels.media import Video
 from refvl.pixels.patches import Levels
-from refvl.pixels.slices import SliceConfig, SliceLayout, SlicePlan, levels_of_slices, plan_slices
+from refvl.pixels.slices import SliceConfig, SliceLayout, levels_of_slices, plan_slices
 from refvl.processors.minicpmv import MARKS
 from refvl.processors.minicpmv_video import FrameConfig, TakesVideos
 from refvl.processors.tokenizers import load_tokenizer
@@ -34,7 +34,7 @@ class SampledFrames(FrameConfig):
     """One frame per second; for a video longer than max_frames seconds, max_frames evenly spaced frames."""
 
     max_frames: int = 128
-    max_slice_nums: int = 9  # per frame
+    max_slice_nums: int = 9
 
     def changed_by(self, folder: Path) -> "SampledFrames":
         """Return a copy with the values of video_preprocessor_config.json."""
@@ -60,12 +60,6 @@ class FoldedMedia(MediaTokens):
     @property
     def runs(self) -> list[tuple[int, int, int]]:
         return [(1, h, w) for h, w in self.sizes]
-
-    def check_pruning(self, q: float) -> None:
-        """Raise ValueError if the item is a video and q is above 0."""
-        if self.kind == "video" and q > 0:
-            reason = "pruning compares the cells of whole frames, but these frames are cut into slices"
-            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}; {reason}")
 
 
 class MiniCPMV4_6Processor(TakesVideos):
@@ -110,28 +104,10 @@ class MiniCPMV4_6Processor(TakesVideos):
         plan = self.plan_of(medium)
         return plan.layout * len(medium.frames) if isinstance(medium, Video) else plan.layout
 
-    def rows_of(self, medium: Any) -> Levels:
-        """Return the patch rows of the overviews and slices."""
-        if isinstance(medium, Video):
-            return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
-        return levels_of_slices([medium], self.image_config)
-
     def extents_of(self, medium: Any, layout: SliceLayout) -> FoldedMedia:
         """Return the extents of an item, with the grid of the slices of an image or of every frame."""
         kind = "video" if isinstance(medium, Video) else "image"
         return replace(self.media_tokens(kind, layout), grid=self.plan_of(medium).grid)
-
-    def plan_of(self, medium: Any) -> SlicePlan:
-        """Return the slices of an image, or of each frame."""
-        if isinstance(medium, Video):
-            _, height, width, _ = medium.frames.shape
-            return plan_slices(width, height, self.frame_config)
-        return plan_slices(medium.width, medium.height, self.image_config)
-
-    @property
-    def frame_config(self) -> SliceConfig:
-        """The rule for slicing a frame, with the limits of the video settings."""
-        return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
     def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
         """Yield (layout, patch rows) for consecutive parts of a video; see `ChatProcessor.pieces`."""

@@ -20,7 +20,15 @@ from torch import Tensor
 from refvl.checks import read_json
 from refvl.pixels.media import Video
 from refvl.pixels.patches import Levels
-from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, count_sets, levels_of_slices, plan_slices
+from refvl.pixels.slices import (
+    SliceConfig,
+    SliceGroup,
+    SliceLayout,
+    SlicePlan,
+    count_sets,
+    levels_of_slices,
+    plan_slices,
+)
 from refvl.processors.chat import ChatProcessor
 
 TENTHS = 10  # temporal ids count tenths of a second
@@ -33,6 +41,7 @@ class FrameConfig:
     fps: float = 1.0
     max_frames: int = 64  # the maximum number of sets of query tokens; a pack of frames counts as one
     max_packing: int = 1  # the maximum number of frames that share a set
+    max_slice_nums: int = 1  # the maximum number of slices of a frame; 1: an overview alone
     packing: int | None = None  # frames per set; None: the smallest number that keeps the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
@@ -68,21 +77,26 @@ class TakesVideos(ChatProcessor):
 
     def layout_of(self, medium: Any) -> SliceLayout:
         """Return the slices of an image, or the groups of a video's frames."""
-        if not isinstance(medium, Video):
-            return super().layout_of(medium)
-        _, height, width, _ = medium.frames.shape
-        return self.group(medium, plan_slices(width, height, self.frame_config).tgt_sizes[0])
+        plan = self.plan_of(medium)
+        return self.group(medium, plan.tgt_sizes[0]) if isinstance(medium, Video) else plan.layout
+
+    def plan_of(self, medium: Any) -> SlicePlan:
+        """Return the slices of an image, or of each frame."""
+        if isinstance(medium, Video):
+            _, height, width, _ = medium.frames.shape
+            return plan_slices(width, height, self.frame_config)
+        return plan_slices(medium.width, medium.height, self.image_config)
 
     def rows_of(self, medium: Any) -> Levels | Tensor:
-        """Return the patch rows of an image's overview and slices, or of a video's frames."""
-        if not isinstance(medium, Video):
-            return super().rows_of(medium)
-        return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
+        """Return the patch rows of the overview and slices of an image, or of every frame in order."""
+        if isinstance(medium, Video):
+            return levels_of_slices(map(Image.fromarray, medium.frames), self.frame_config)
+        return levels_of_slices([medium], self.image_config)
 
     @property
     def frame_config(self) -> SliceConfig:
-        """The rule for slicing a frame: an overview alone."""
-        return replace(self.image_config, max_slice_nums=1)
+        """The rule for slicing a frame, with the limit of the video settings."""
+        return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
     def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels | Tensor]]:
         """Yield (layout, patch rows) for consecutive parts of a video; see `ChatProcessor.pieces`."""

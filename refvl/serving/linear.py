@@ -50,15 +50,6 @@ def use_onednn(model: nn.Module) -> None:
             module.__class__ = OneDnnLinear
 
 
-def use_faster_linear(model: nn.Module) -> str:
-    """Install the kernel that "auto" chooses on the model's device, and return its name."""
-    weight = next(model.parameters())
-    kernel = choose_linear("auto", weight.device, weight.dtype)
-    if kernel == "onednn":
-        use_onednn(model)
-    return kernel
-
-
 @cache
 @torch.no_grad()
 def times_as_fast() -> float:

@@ -36,9 +36,8 @@ GOOD = ("passed", "skipped")  # a check in one of these states does not fail a r
 
 def describe_backend(backend: str) -> str:
     """Return the name of a backend's kernel and the version of its package, for tables."""
-    if backend == "varlen":
-        return f"varlen: flash-attn 2 of torch {torch.__version__}"
-    return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
+    kernel = "flash-attn 2" if backend == "varlen" else "scaled_dot_product_attention"
+    return f"{backend}: {kernel} of torch {torch.__version__}"
 
 
 def check_gpu(
