@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from refvl.serving.linear import use_faster_linear
+from refvl.serving.linear import choose_linear, use_onednn
 
 WORKERS = 2
 BY_ADAM = ("embed_tokens", "lm_head", "probe")  # parts of names of matrices that do not suit Muon
@@ -46,7 +46,9 @@ class Trainer:
 
     def start(self) -> None:
         """Choose the kernel of `learner`'s linear layers as `refvl.load` does, and build the optimizers."""
-        use_faster_linear(self.learner)
+        weight = next(self.learner.parameters())
+        if choose_linear("auto", weight.device, weight.dtype) == "onednn":  # as `refvl.load` does
+            use_onednn(self.learner)
         self.optimizers = make_optimizers(self.learner, self.recipe, (*BY_ADAM, *self.family.by_adam))
         self.peaks = [group["lr"] for group in self._groups()]
 
