@@ -1,4 +1,4 @@
-"""README.md and docs/ tell the truth. Oracles: files, the Makefile, the command line's help, signatures."""
+"""README.md, CONTRIBUTING.md and docs/ tell the truth. Oracles: files, the Makefile, the help, signatures."""
 
 import ast
 import importlib
@@ -19,7 +19,8 @@ README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
-PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PROSE = re.sub(r"^```.*?^```", "", TEXT + CONTRIBUTING, flags=re.S | re.M)
 MAP = (ROOT / "docs/map.md").read_text()
 TREE = next(body for body in re.findall(r"^```\n(.*?)^```", MAP, re.S | re.M) if body.startswith("refvl/"))
 COMMANDS = [
@@ -46,9 +47,8 @@ def tree_paths() -> list[str]:
 def is_repository_path(word: str) -> bool:
     """A word that means a file here: its first part is a name at the top of the repository."""
     first = word.split("/")[0]
-    return (
-        bool(re.fullmatch(r"[\w./-]+", word)) and first not in ("", ".", "outputs", ".venv") and (ROOT / first).exists()
-    )
+    is_path = re.fullmatch(r"[\w./*-]+", word) and first not in ("", ".", "outputs", ".venv")
+    return bool(is_path) and (ROOT / first).exists()
 
 
 def test_tree_names_what_exists():
@@ -90,13 +90,23 @@ def target_of(page: Path, link: str) -> Path:
 
 
 def test_paths_in_prose_exist():
-    words = [w for w in re.findall(r"`([^`\n]+)`", PROSE) if is_repository_path(w) or re.search(r"\.(ipynb|py|md)$", w)]
-    assert words and [w for w in words if not (ROOT / w).exists()] == []
+    words = re.findall(r"`([^`\n]+)`", PROSE)
+    words = [word for word in words if is_repository_path(word) or re.fullmatch(r"\S+\.(ipynb|py|md)", word)]
+    assert words and [w for w in words if not list(ROOT.glob(w))] == []
+
+
+def test_the_walk_through_names_one_file_per_stage():
+    """A family's file in each stage that it needs, the table of families and both contract suites."""
+    walk = re.search(r"^## Add a family\n(.*?)^## ", CONTRIBUTING, re.S | re.M)[1]
+    stages = {f"refvl/{stage}/step3_vl.py" for stage in ("processors", "encoders", "language")}
+    suites = {f"tests/contracts/test_{kind}.py" for kind in ("encoders", "processors")}
+    assert stages | suites | {"refvl/families.py", "CHANGELOG.md"} <= set(re.findall(r"`([\w./*-]+)`", walk))
 
 
 def test_make_targets_exist():
     named = re.findall(r"`make ([a-z-]+)", PROSE) + [words[1] for words in COMMANDS if words[0] == "make"]
-    assert {"demo", "test"} <= set(named) <= TARGETS
+    named += re.findall(r"^make ([a-z-]+)", CONTRIBUTING, re.M)
+    assert {"demo", "test", "test-slow", "notebooks"} <= set(named) <= TARGETS
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
