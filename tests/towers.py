@@ -1,6 +1,7 @@
 """Tiny towers with random weights, and transformers' towers with the same weights: for tests."""
 
 from dataclasses import asdict
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ CLASSES: dict[str, type[GridEncoder]] = {
 }
 
 
+# of the classes of transformers, "VisionConfig" and "VisionModel" aside
+NAMES = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm_ocr": "GlmOcr", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+
+
 def randomize(module: nn.Module, std: float, seed: int = 0) -> nn.Module:
     """Normal weights, biases and norms too, so that each of them counts; scales of norms lie around
     one."""
@@ -36,24 +41,11 @@ def randomize(module: nn.Module, std: float, seed: int = 0) -> nn.Module:
 
 def transformers_tower(family: str, config, *, std: float, **kwargs) -> nn.Module:
     """transformers' tower of a refvl vision config."""
+    theirs = import_module(f"transformers.models.{family}.modeling_{family}")
     if family == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
-    elif family == "glm4v":
-        from transformers.models.glm4v.modeling_glm4v import Glm4vVisionConfig as Config
-        from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel as Tower
-    elif family == "glm4v_moe":
-        from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionConfig as Config
-        from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel as Tower
-    elif family == "qwen3_vl":
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig as Config
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as Tower
-    elif family == "qwen3_5":
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionConfig as Config
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel as Tower
+        Config, Tower = theirs.Qwen2_5_VLVisionConfig, theirs.Qwen2_5_VisionTransformerPretrainedModel
     else:
-        from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrVisionConfig as Config
-        from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrVisionModel as Tower
+        Config, Tower = (getattr(theirs, NAMES[family] + kind) for kind in ("VisionConfig", "VisionModel"))
     values = {name: value for name, value in asdict(config).items() if name != "norm_eps"}
     with torch.device("meta"):
         tower = Tower(Config(**values, **kwargs))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_agree, assert_differ
-from torch import nn
+from towers import randomize
 
 from refvl.encoders import NaVitSiglip, NaVitSiglipConfig, navit_siglip
 from refvl.encoders.navit_siglip import place_in_table
@@ -44,14 +44,6 @@ def picture(strip, h, w, patch=14):
     return rows.permute(0, 2, 1, 3, 4).flatten(3, 4).flatten(1, 2)
 
 
-def randomised(tower, std=0.12):
-    """Normal weights, biases and norms too, so that each of them counts."""
-    torch.manual_seed(0)
-    for name, parameter in tower.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=std)
-    return tower.eval()
-
-
 def same_weights(theirs, config, **kwargs):
     with torch.device("meta"):
         tower = NaVitSiglip.from_config(config, **kwargs)
@@ -63,7 +55,7 @@ def same_weights(theirs, config, **kwargs):
 def idefics2():
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionConfig, Idefics2VisionTransformer
 
-    return randomised(Idefics2VisionTransformer(Idefics2VisionConfig(**asdict(TINY))))
+    return randomize(Idefics2VisionTransformer(Idefics2VisionConfig(**asdict(TINY))), 0.12)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_agree
-from torch import nn
+from towers import randomize
 
 from refvl.encoders import Resampler2, Resampler2_5, Resampler4_5
 from refvl.encoders.resampler import attention_weights
@@ -28,13 +28,6 @@ def golden_resampler(cls, key):
     prefix = f"{key}/sd/"
     resampler.load_weights((n.removeprefix(prefix), array(n)) for n in ARRAYS.files if n.startswith(prefix))
     return resampler
-
-
-def randomised(resampler):
-    torch.manual_seed(0)
-    for name, parameter in resampler.named_parameters():
-        nn.init.normal_(parameter, mean=float(name.startswith("ln") and "weight" in name), std=0.2)
-    return resampler.eval()
 
 
 def slow(resampler, x, sizes, groups):
@@ -105,7 +98,7 @@ def test_resampler_2_5_golden():
 @torch.no_grad()
 def test_any_grid_equals_the_slow_formula(sizes):
     """Oracle: `slow`, in float64; grids beyond upstream's first table of 70 x 70."""
-    resampler = randomised(Resampler2_5(6, 64, 4, 48))
+    resampler = randomize(Resampler2_5(6, 64, 4, 48), 0.2)
     x = torch.randn(len(sizes), max(h * w for h, w in sizes), 48)
     want = slow(resampler, x, sizes, [(1, [-1])] * len(sizes))
     assert_agree(resampler(x, sizes), want, resampler)
@@ -129,7 +122,7 @@ def test_resampler_4_5_golden(case):
 @torch.no_grad()
 def test_groups_and_times_equal_the_slow_formula():
     """Oracle: `slow`. A group without times is not merged; others mix grids and pass upstream's table of 50."""
-    resampler = randomised(Resampler4_5(6, 64, 4, 48, max_size=(8, 8), max_temporal_size=50))
+    resampler = randomize(Resampler4_5(6, 64, 4, 48, max_size=(8, 8), max_temporal_size=50), 0.2)
     sizes = [(4, 6), (2, 3), (3, 3), (5, 1), (1, 1), (9, 2)]
     x = torch.randn(len(sizes), 24, 48)
     got = resampler(x, sizes, [[-1, -1], [49, 50], [None], [120]])
@@ -184,7 +177,7 @@ LOOKS = [  # class, side of queries or their number, ids of groups, patches per 
 @torch.no_grad()
 def test_attention_weights_are_those_behind_the_tokens(cls, queries, groups, sets):
     """Oracle: `resample`. Weights, values and both projections give its tokens."""
-    resampler = randomised(cls(queries, 64, 4, 48))
+    resampler = randomize(cls(queries, 64, 4, 48), 0.2)
     metadata = resampler.plan([(3, 5), (2, 2), (3, 5)], *groups)
     rows = torch.randn(34, 48)
     weights = attention_weights(resampler, rows, metadata)

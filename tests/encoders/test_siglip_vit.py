@@ -19,13 +19,9 @@ def array(name):
     return torch.from_numpy(ARRAYS[name].astype(np.float32))
 
 
-def weights(prefix=""):
-    return {prefix + name.removeprefix("sd/"): array(name) for name in ARRAYS.files if name.startswith("sd/")}
-
-
 def tower(**kwargs):
     vit = SiglipViT.from_config(GOLDEN["config"], **kwargs)
-    vit.load_weights(weights().items())
+    vit.load_weights((name.removeprefix("sd/"), array(name)) for name in ARRAYS.files if name.startswith("sd/"))
     return vit.eval()
 
 
@@ -47,19 +43,6 @@ def test_defaults_are_so400m():
     assert (config.intermediate_size, config.image_size) == (4304, 384)
     named = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", "image_size": 448}
     assert SiglipViTConfig.from_hf(named | {"num_heads": 36}) == config
-
-
-@torch.no_grad()
-def test_the_attention_pool_is_left_out_and_the_dropped_block_may_be_there():
-    names = weights("vpm.")
-    pool = {"vpm.attn_pool.latent": torch.zeros(1, 1, 48), "vpm.attn_pool.mlp.fc1.weight": torch.zeros(2, 48)}
-    x = array("wide/x")
-    whole = SiglipViT.from_config(GOLDEN["config"])
-    whole.load_weights((names | pool).items())
-    assert torch.equal(whole(x), tower()(x))
-    short = SiglipViT.from_config(GOLDEN["config"], drop_last_layer=True)
-    short.load_weights(item for item in names.items() if ".blocks.2." not in item[0])
-    assert torch.equal(short(x), tower(drop_last_layer=True)(x))
 
 
 def test_another_tower_is_named():

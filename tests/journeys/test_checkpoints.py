@@ -7,11 +7,14 @@ folder undamaged.
 import json
 import re
 import resource
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_factory import change_json, change_weights, make_checkpoint
+from random_models import random_folder
 from safetensors.torch import load_file, save_file
 
 import refvl
@@ -24,7 +27,7 @@ PHOTO = DATA / "pictures" / "coffee.jpg"
 
 @pytest.fixture
 def folder(tmp_path):
-    return make_checkpoint(tmp_path / "model")
+    return Path(shutil.copytree(random_folder("Qwen2.5-VL"), tmp_path / "model"))
 
 
 def load(folder, **options):

@@ -37,10 +37,8 @@ from prompts import PHOTOS, inputs_of
 from random_models import NEEDS_5_23, WITHOUT_VIDEOS, load, make, random_folder, random_model, their_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin, Qwen3ForCausalLM
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as HFGlm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor as HFGlm46VProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as HFQwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
@@ -49,7 +47,7 @@ from refvl.language.step3_config import Step3VLConfig
 from refvl.paths import DATA
 from refvl.pixels.by_hand import smart_resize
 from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
-from refvl.pixels.media import load_image, load_video
+from refvl.pixels.media import load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.pixels.slices import SliceConfig, SliceGroup, plan_slices
 from refvl.positions.timestamps import sample_video_frames
@@ -341,16 +339,6 @@ def test_prompts_positions_and_ids_equal_the_oracle(name, request_):
 
 
 # ------------------------------------------------------------------------------------------------------------- grids
-
-
-@pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
-@pytest.mark.parametrize("name", GRIDS)
-def test_pictures_equal_transformers_pillow_processor(name, photo):
-    processor = Glm4vImageProcessorPil if name in GLM else Qwen2VLImageProcessorPil
-    theirs = processor.from_pretrained(random_folder(name))(images=[load_image(photo)], return_tensors="pt")
-    [ours] = random_model(name).processor.patchify([load_image(photo)])
-    assert theirs["image_grid_thw"].tolist() == [list(ours.layout)]
-    assert torch.equal(ours.pixel_values, theirs["pixel_values"])
 
 
 def worded(name: str, frames) -> tuple[list[int], str]:

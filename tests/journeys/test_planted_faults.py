@@ -141,22 +141,3 @@ def test_a_planted_fault_is_found(planted, monkeypatch):
         assert first.name == planted.stage and planted.where in first.beyond, first
         assert first.cause.startswith(cause), first.cause
         assert bool(first.cause) == bool(cause), first.cause
-
-
-@pytest.mark.parametrize(
-    ("name", "request_"),
-    [(name, request) for name in (QWEN, QWEN3, GLM) for request in REQUESTS if request != "clip"],
-)
-def test_without_a_fault_both_are_the_same(name, request_):
-    compared = refvl.compare(trace(shipped(name), request_), theirs(name, request_), model=shipped(name))
-    assert compared.verdict == "no difference"
-    assert {"prefill/last_states", "prefill/first_logits", "decode tokens/margins"} <= {r.name for r in compared.rows}
-
-
-@pytest.mark.parametrize("name", ["tiny-minicpmv-4_5", "tiny-step3"])
-def test_without_a_fault_two_ways_of_one_model_are_the_same(name):
-    """Oracle, for families that transformers does not have: the prompt read in chunks, by other
-    kernels' shapes."""
-    whole, pieces = (trace(shipped(name), "pictures", prefill_chunk=chunk) for chunk in (None, 7))
-    compared = refvl.compare(whole, pieces, model=shipped(name))
-    assert compared.first is None and compared.verdict.startswith("undecided: ")  # chunks free what they have read
