@@ -96,7 +96,8 @@ def test_options_as_openai_and_vllm_name_them(vlm):
     sampled = vlm.trace(**QUESTION, max_new_tokens=6, do_sample=True, temperature=5.0).token_ids
     again = vlm.trace(**QUESTION, max_new_tokens=6, do_sample=True, temperature=5.0, seed=7).token_ids
     assert again == sampled != greedy.token_ids
-    named = {"max_new_tokens": None, "eos_token_id": greedy.token_ids[0], "template_kwargs": {"add_vision_id": True}}
+    every = list(range(vlm.language_model.config.vocab_size))
+    named = {"max_new_tokens": None, "eos_token_id": every, "template_kwargs": {"add_vision_id": True}}
     assert "Picture 1: " in vlm.processor.tokenizer.decode(vlm.trace(**QUESTION, **named).full_ids)
 
 
