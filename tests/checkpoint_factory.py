@@ -29,13 +29,24 @@ TINY_QWEN, TINY_QWEN3 = find_family("qwen2_5_vl"), find_family("qwen3_vl")
 tokenizer = cache(TINY_QWEN.tokenizer)
 
 
+@cache
+def tokenizer_with(tokens: tuple[str, ...]):
+    made = TINY_QWEN.tokenizer()
+    made.add_special_tokens(list(tokens))
+    return made
+
+
+def draw_wide(*modules: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (parameter for module in modules for parameter in module.parameters()):
+            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+
+
 def random_weights(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     """Under the checkpoint's original names, as transformers saves them."""
     model = Qwen2_5_VLForConditionalGeneration(TINY_QWEN.hf_config(config))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+    draw_wide(model, seed=seed)
     return {original_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -99,11 +110,8 @@ GLM_TEXT = {  # what the text models of each model_type have besides the common 
 }  # fmt: skip
 
 
-@cache
 def glm_tokenizer():
-    tokenizer = TINY_QWEN.tokenizer()
-    tokenizer.add_special_tokens(list(GLM_SPECIAL_TOKENS))
-    return tokenizer
+    return tokenizer_with(GLM_SPECIAL_TOKENS)
 
 
 def glm_config(model_type: str) -> dict:
@@ -136,10 +144,7 @@ def save_random_model(folder: Path, config: dict, seed: int) -> None:
     """Random weights for a whole model, in bfloat16, as transformers saves them."""
     sizes = {name: value for name, value in config.items() if name != "model_type"}
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **sizes))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+    draw_wide(model, seed=seed)
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
@@ -264,13 +269,12 @@ def make_step3_checkpoint(folder: Path, *, seed: int = 0, naming=lambda name: na
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = AutoConfig.for_model(**config)
     parts = Step3VisionEncoder.from_config(hf_config), Step3ForCausalLM(hf_config.text_config)
-    generator, weights = torch.Generator().manual_seed(seed), {}
-    with torch.no_grad():
-        for name, parameter in (pair for part in parts for pair in part.named_parameters()):
-            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
-            if name == "vision_model.embeddings.patch_embedding.weight":
-                parameter = parameter.unflatten(1, (3, 14, 14))
-            weights[naming(name)] = parameter.to(torch.bfloat16).contiguous()
+    draw_wide(*parts, seed=seed)
+    weights = {}
+    for name, parameter in (pair for part in parts for pair in part.named_parameters()):
+        if name == "vision_model.embeddings.patch_embedding.weight":
+            parameter = parameter.unflatten(1, (3, 14, 14))
+        weights[naming(name)] = parameter.detach().to(torch.bfloat16).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return write_step3_files(folder, config)
 
@@ -327,12 +331,9 @@ def make_step_vl_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> 
     if model_type == "step_robotics":
         file = folder / "model.safetensors"
         tower = {name: tensor for name, tensor in load_file(file).items() if name.startswith("vi")}
-        text = Qwen3ForCausalLM(Qwen3Config(**step_vl_config(model_type)["text_config"])).state_dict()
-        generator = torch.Generator().manual_seed(seed + 1)
-        for name, weight in text.items():
-            std = 0.3 if weight.ndim > 1 else 1.0
-            tower[name] = (std * torch.randn(weight.shape, generator=generator)).to(torch.bfloat16)
-        save_file(tower, file, metadata={"format": "pt"})
+        text = Qwen3ForCausalLM(Qwen3Config(**step_vl_config(model_type)["text_config"]))
+        draw_wide(text, seed=seed + 1)
+        save_file(tower | text.to(torch.bfloat16).state_dict(), file, metadata={"format": "pt"})
     return write_step3_files(folder, step_vl_config(model_type))
 
 
@@ -351,11 +352,8 @@ def step_vision_model(folder: Path):
 FOLDED_MARKS = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
 
 
-@cache
 def folded_tokenizer():
-    made = TINY_QWEN.tokenizer()
-    made.add_special_tokens(list(FOLDED_MARKS))
-    return made
+    return tokenizer_with(FOLDED_MARKS)
 
 
 def folded_config(model_type: str, mode: str = "16x") -> dict:

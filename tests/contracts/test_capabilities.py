@@ -136,14 +136,6 @@ ASKED: dict[str, Callable] = {  # how each is asked for, in a call that must not
 FAMILY_OF = dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))
 
 
-def test_no_capability_is_left_out():
-    """Each row of `FAMILIES` says yes or no to everything, and everything is tried below."""
-    assert set(CAPABILITIES) == set(PROOFS) == set(ASKED)
-    for family in FAMILIES:
-        assert list(family.can) == list(CAPABILITIES) and set(family.cannot) <= set(CAPABILITIES)
-    assert {name for name in RANDOM if not FAMILY_OF[name].can["pruning"]} >= set(WITHOUT_VIDEOS)
-
-
 def test_the_readme_says_what_each_release_cannot():
     """Its rows are model types; oracle: `FAMILIES`."""
     readme = (ROOT / "README.md").read_text()

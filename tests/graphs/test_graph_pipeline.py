@@ -1,4 +1,4 @@
-"""The whole path with graphs; oracle: the same path without them. The gpu-marked half is the same on CUDA."""
+"""The whole path with graphs; oracle: the same path without them. On CUDA, `refvl check-gpu` asks the same."""
 
 import numpy as np
 import pytest
@@ -55,27 +55,3 @@ def test_true_infers_budgets_from_the_checkpoint(checkpoint):
     graphed = refvl.load(checkpoint, device="cpu", progress=False, graphs=True)
     assert graphed.graphs.limits[""].budgets == (16, 32, 64, 128, 256)
     assert set(graphed.graphs.captured) == {("", budget) for budget in (16, 32, 64, 128, 256)}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestOnCuda:
-    def test_float32_answers_equal_the_cpu(self, checkpoint):
-        """float32 on both; sampling noise is far below the gaps between the logits of these wide weights."""
-        media = {"images": PHOTOS, "videos": [FRAMES]}
-        on_cpu = ask(refvl.load(checkpoint, device="cpu", progress=False), **media)
-        on_cuda = ask(refvl.load(checkpoint, device="cuda", dtype="float32", progress=False), **media)
-        assert on_cuda.token_ids == on_cpu.token_ids
-
-    def test_bfloat16_embeddings_with_and_without_graphs(self, checkpoint):
-        """The same varlen kernel on the same rows: equal up to the order of sums."""
-        eager, graphed = both(checkpoint, device="cuda", dtype="bfloat16")
-        expected, trace = ask(eager, images=PHOTOS, videos=[FRAMES]), ask(graphed, images=PHOTOS, videos=[FRAMES])
-        for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
-            assert_agree(ours, theirs, 12 * eager.encoder.config.depth)  # what a block rounds to bfloat16
-        assert graphed.graphs.backend == "cuda" and graphed.graphs.stats().hits == 4
-
-    def test_pruning_composes_with_graphs(self, checkpoint):
-        _, graphed = both(checkpoint, device="cuda", dtype="bfloat16")
-        trace = ask(graphed, videos=[FRAMES], pruning_rate=0.5)
-        assert len(trace.input_ids) < len(trace.full_ids) and graphed.graphs.stats().misses == 0

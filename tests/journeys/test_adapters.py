@@ -15,13 +15,11 @@ from prompts import inputs_of
 from random_models import NEEDS_5_23, random_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
-from typer.testing import CliRunner
 
 import refvl
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
 from refvl.serving import adapters, linear
-from refvl.tools.cli import app
 
 peft = pytest.importorskip("peft")
 
@@ -349,7 +347,7 @@ def test_clear_errors(qwen, saved, tmp_path):
         adapters.attach(vlm, a, name="a")
 
 
-def test_the_command_line_takes_adapters(qwen, saved):
+def test_the_command_line_takes_adapters(qwen, saved, shell):
     """Oracle: the same from Python. Two adapters add up."""
     _, folders = saved
     vlm = load(qwen)
@@ -358,13 +356,10 @@ def test_the_command_line_takes_adapters(qwen, saved):
         adapters.attach(vlm, folder, name=name)
     vlm.adapters.base_model.set_adapter(["a", "b"])
     given = [argument for folder in folders for argument in ("--adapter", str(folder))]
-    result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
-    assert result.exit_code == 0
-    assert result.stdout == vlm.chat("What is it?", max_new_tokens=8) + "\n"
-    result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
-    assert result.exit_code == 1 and result.stderr.startswith(
-        "refvl: with: transformers prunes nothing and gets no adapter"
-    )
+    said = shell("chat", qwen, "What is it?", "--max-new-tokens", 8, *given)
+    assert said == (0, vlm.chat("What is it?", max_new_tokens=8) + "\n", "")
+    status, _, err = shell("trace", qwen, "What is it?", "--with", "transformers", *given)
+    assert status == 1 and err.startswith("refvl: with: transformers prunes nothing and gets no adapter")
 
 
 def test_quantised_weights_are_not_merged():

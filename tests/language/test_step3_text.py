@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_factory import step3_tokenizer
 from closeness import assert_agree
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import AutoConfig, LlamaConfig, LlamaModel
 
 from refvl.language.step3_config import Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig
 from refvl.language.step3_vl import Step3TextModel, text_rotary
@@ -235,14 +234,6 @@ def test_config_reads_the_keys_of_the_released_file():
     text = config.text_config
     assert (text.max_position_embeddings, text.num_key_value_heads) == (65536, 1)
     assert text.rope_parameters == {"rope_type": "default", "rope_theta": 100.0}
-
-
-def test_a_step3_folder_has_a_tokenizer(tmp_path):
-    """transformers looks at config.json before it reads a tokenizer: it must know the model type."""
-    step3_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    Step3VLConfig(text_config=SIZES).save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)("red")["input_ids"]
 
 
 @pytest.mark.parametrize(

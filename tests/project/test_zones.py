@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def modules_of(library: Path) -> dict[str, Path]:
     return found
 
 
+@cache
 def imports_of(library: Path) -> dict[str, set[str]]:
     """For each module the others that it imports, also inside functions and for type checkers alone."""
     modules = modules_of(library)

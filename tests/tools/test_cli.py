@@ -24,12 +24,6 @@ from refvl.trace import Record
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
 
 
-def test_chat_prints_the_answer(shell, checkpoint):
-    status, out, _ = shell("chat", checkpoint, "What is it?", "--image", PHOTO, "--max-new-tokens", 5)
-    expected = refvl.load(checkpoint, progress=False).chat("What is it?", images=[PHOTO], max_new_tokens=5)
-    assert (status, out) == (0, expected + "\n")
-
-
 def test_trace_prints_every_stage(shell, checkpoint):
     status, out, _ = shell(
         "trace", checkpoint, "Hm?", "-i", PHOTO, "-v", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 3
