@@ -86,12 +86,11 @@ def minicpmv_config(text_class_name: str, /, **values) -> PretrainedConfig:
 
 
 NO_PLACES = {"pruning": "whose tokens have no fixed position in a frame"}
-NO_VIDEOS = {"pruning": "which accepts no videos"}
 PERCEPTION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."
 FOLDED = r"^(model\.)?(vision_tower|merger)\."
 QWEN3 = partial(Family, processor_name="qwen3_vl:Qwen3VLProcessor")
 GLM = partial(Family, encoder_name="glm4v:Glm4vVisionTransformer", names_class=True)
-STEP = partial(Family, processor_name="step3_vl:Step3VLProcessor", cannot=NO_VIDEOS)
+STEP = partial(Family, processor_name="step3_vl:Step3VLProcessor", cannot={"pruning": "which accepts no videos"})
 MINICPMV = partial(  # all versions share a config class and the weight names
     Family, vision_prefix=r"^(vpm|resampler)\.", text_name="minicpmv:MiniCPMVTextModel",
     left_out=r"^(apm|tts|audio_\w+)\.", cannot=NO_PLACES,

@@ -26,7 +26,6 @@ PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the tex
     "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
     "distributed_config", "quantization_config",
 )  # fmt: skip
-MODEL_KWARGS = ("attn_implementation", "experts_implementation", *PLACEMENT)
 
 
 class NoText:
@@ -174,7 +173,7 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
     if "trust_remote_code" in model_kwargs:
         raise TypeError("trust_remote_code: refvl runs no code from a checkpoint; omit this argument")
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
-    check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
+    check_names(model_kwargs, [*own, "attn_implementation", "experts_implementation", *PLACEMENT], "load")
     if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
     if model_kwargs and not text:

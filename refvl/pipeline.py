@@ -113,8 +113,7 @@ class Pipeline:
         """
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
-        text_LW = self.language_model.text_rows(ids_L)
-        rows_LW = merge_embeddings(text_LW, trace.spans, trace.embeds)
+        rows_LW = merge_embeddings(self.language_model.text_rows(ids_L), trace.spans, trace.embeds)
         trace.keep = keep_in_prompt(len(ids_L), trace.spans, trace.keep_masks, [len(rows) for rows in trace.embeds])
         trace.input_ids = ids_L[trace.keep]
         if len(trace.input_ids) >= self.max_context:

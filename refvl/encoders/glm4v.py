@@ -15,7 +15,7 @@ Positions enter the tower twice. The table encodes the location of a patch relat
 angles encode the distance between two patches, in patches. Both depend on the grid; the samples also depend on the
 table's weights.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `TableMetadata`.
 `forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
 are defined in `GridEncoder` and `Tower`.
 
@@ -26,14 +26,14 @@ Upstream: `Glm4vVisionTransformer` (vLLM), `Glm4vVisionModel` and `Glm4vMoeVisio
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.checks import Grid
-from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridVisionConfig, TableMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotate
 from refvl.positions.tables import sample_position_table
@@ -62,13 +62,6 @@ class Glm4vVisionConfig(GridVisionConfig):
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(GridMetadata):
-    """The inputs of one forward in addition to the pixels, plus the positions of the table."""
-
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
-
-
 class Glm4vVisionTransformer(GridEncoder):
     """The tower: patch rows in, embeddings of the language model's width out.
 
@@ -90,7 +83,7 @@ class Glm4vVisionTransformer(GridEncoder):
         self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)
         self.merger = PatchMerger(config.out_hidden_size, config.intermediate_size)
 
-    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
+    def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
@@ -98,7 +91,7 @@ class Glm4vVisionTransformer(GridEncoder):
         """
         table, m = self.get_parameter("embeddings.position_embedding.weight"), self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bicubic", align_corners=False)
-        metadata = VisionMetadata(**self.plan_frames(grids), position_embeds=sampled)
+        metadata = TableMetadata(**self.plan_frames(grids), position_embeds=sampled)
         return to_device(metadata, self.device)
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
@@ -114,8 +107,7 @@ class Glm4vVisionTransformer(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
-        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
-        return self.merger(x_MD)
+        return self.merger(self.downsample(x_MBE.transpose(1, 2).flatten(1)))  # channel first, as in the kernel
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:

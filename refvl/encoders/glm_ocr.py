@@ -96,8 +96,7 @@ class GlmOcrVisionTransformer(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
-        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
-        return self.merger(x_MD)
+        return self.merger(self.downsample(x_MBE.transpose(1, 2).flatten(1)))  # channel first, as in the kernel
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:

@@ -69,6 +69,13 @@ class GridMetadata(Segments):
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TableMetadata(GridMetadata):
+    """The inputs of one forward in addition to the pixels, plus the values sampled from a table of positions."""
+
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
+
+
 class GridEncoder(Tower):
     """Patch rows in, embeddings of the language model's width out. Subclasses add the computation."""
 

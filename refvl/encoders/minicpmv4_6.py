@@ -230,5 +230,5 @@ def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
     place = torch.arange(h * w)
     if not folds:
         return place.view(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
-    blocks = place.view(h // 4, 2, 2, w // 4, 2, 2)  # (block, window, patch) downward, then across
-    return blocks.permute(0, 3, 1, 4, 2, 5).flatten()
+    # (block, window, patch) downward, then across
+    return place.view(h // 4, 2, 2, w // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).flatten()

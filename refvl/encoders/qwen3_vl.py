@@ -15,7 +15,7 @@ features of k earlier blocks to the hidden states of the same tokens; it adds th
 features of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split`
 separates them again.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `TableMetadata`.
 `forward` does not read values back and does not branch on tensors. The plan also contains the values sampled from the
 table, which depend on the grid and on the weights. The attention is that of Qwen2.5-VL's tower. The input checks,
 device, backends and weight names are defined in `GridEncoder` and `Tower`.
@@ -29,7 +29,7 @@ Upstream: `Qwen3_VisionTransformer` (vLLM); `Qwen3VLVisionModel`, `Qwen3VLMoeVis
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.checks import Grid, check_shape
-from refvl.encoders.grid import GridEncoder, GridMetadata, GridVisionConfig
+from refvl.encoders.grid import GridEncoder, GridVisionConfig, TableMetadata
 from refvl.encoders.qwen2_5_vl import VisionAttention
 from refvl.encoders.tower import to_device
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors
@@ -79,13 +79,6 @@ class Qwen3VLVisionConfig(GridVisionConfig):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(GridMetadata):
-    """The inputs of one forward in addition to the pixels, plus the positions of the table."""
-
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: samples of the table
-
-
 class Qwen3VLVisionTransformer(GridEncoder):
     """The tower: patch rows in, wide rows out; equal to transformers' tower on the same weights."""
 
@@ -103,7 +96,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
             PatchMerger(config, normed=config.hidden_size * config.block_size) for _ in config.deepstack_visual_indexes
         )
 
-    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
+    def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
@@ -111,7 +104,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         """
         table, m = self.pos_embed.weight, self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bilinear", align_corners=True)
-        metadata = VisionMetadata(**self.plan_frames(grids), position_embeds=sampled)
+        metadata = TableMetadata(**self.plan_frames(grids), position_embeds=sampled)
         return to_device(metadata, self.device)
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:

@@ -218,8 +218,7 @@ class Step3VisionEncoder(Tower):
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """Encode (B * n^2, C*P*P) rows of squares, with (1 + n^2, E) positions, into (B, M, D); read no value back."""
-        backend = self.backend(attention, rows_NC.device)
-        x_BTE = self.vision_model(rows_NC, position_embeds, backend)
+        x_BTE = self.vision_model(rows_NC, position_embeds, self.backend(attention, rows_NC.device))
         side = math.isqrt(len(position_embeds))
         x_BEnn = x_BTE.transpose(1, 2).unflatten(2, (side, side))
         x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))

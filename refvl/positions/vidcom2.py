@@ -73,10 +73,9 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
     Raises ValueError for a shape other than (t, n) or a q outside [0, 1).
     """
     check_floats(check_shape(similarity_to_video, ("t", "n"), "similarity_to_video"), "similarity_to_video")
-    num_tokens = similarity_to_video.shape[1]
     prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
     share = (1 - check_pruning_rate(q)) * (1 + prominence - prominence.mean())
-    return (share.clamp(max=1) * num_tokens).float().round().clamp(min=1).long()
+    return (share.clamp(max=1) * similarity_to_video.shape[1]).float().round().clamp(min=1).long()
 
 
 def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:

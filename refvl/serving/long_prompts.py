@@ -49,8 +49,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> t
     with trace.stage("tokenize"):
         merged = model.processor.extents(trace.media)
         rendering = {**(request.template_kwargs or {}), "allow_special_tokens": request.allow_special_tokens}
-        ids = model.processor.tokenize(messages, merged, **rendering)
-        trace.full_ids = torch.as_tensor(ids)
+        trace.full_ids = torch.as_tensor(model.processor.tokenize(messages, merged, **rendering))
         ids_L = model.processor.placeholders(trace.full_ids)
         trace.spans = find_media_spans(ids_L, merged, model.processor.token_ids)
     with trace.stage("positions"):

@@ -35,7 +35,6 @@ ONLY_TEXT: dict[str, tuple[tuple, str]] = dict.fromkeys(  # refused in addition 
     ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
     ((False, None), NOT_IN_TEXT),
 ) | {"num_return_sequences": ((1, None), NOT_IN_TEXT)}
-NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
 
 
 def check_options(model: Any, method: str, options: dict, max_new_tokens: int | None) -> int:
@@ -82,4 +81,4 @@ def copies_wanted(language_model: CausalTextModel, options: dict) -> int:
 def check_runnable(model: Any) -> None:
     """Raise ValueError for a model on the meta device."""
     if model.encoder.device.type == "meta":
-        raise ValueError(NOT_ON_META)
+        raise ValueError("device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'")

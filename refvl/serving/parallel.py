@@ -116,10 +116,8 @@ def run_dp_sharded_mrope_vision_model(
     split_rows, local = pixel_values.split(rows), None
     if items[rank]:
         local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(encoder.device)
-        local_layouts = [layouts[i] for i in items[rank]]
-        run = vision_model.execute if is_graphs else vision_model
-        output = run(local_rows, local_layouts)
-        local = torch.cat(output) if is_graphs else output
+        own = [layouts[i] for i in items[rank]]
+        local = torch.cat(vision_model.execute(local_rows, own)) if is_graphs else vision_model(local_rows, own)
     gathered = _gather_padded(local, lengths, encoder.device, group)
     return tuple(restore_order(gathered, tokens, order, counts))
 

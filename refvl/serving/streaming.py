@@ -13,14 +13,6 @@ from refvl.serving.options import is_static
 from refvl.trace import Record
 
 
-def of_a_thread() -> dict:
-    """Return the options for a compiled decode step that runs in its own thread.
-
-    Before torch 2.13, the step uses no graphs, because only one thread could record them (pytorch issue 123177).
-    """
-    return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
-
-
 def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options: dict) -> Iterator[str]:
     """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count.
 
@@ -30,7 +22,9 @@ def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options
     streamer = TextIteratorStreamer(model.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     both = TokenTimer(None, [streamer, options.pop("streamer", None)])
     stopped, failures = Event(), []
-    options = (of_a_thread() if is_static(model.language_model, options) else {}) | options
+    if torch.__version__ < "2.13" and is_static(model.language_model, options):
+        # the compiled decode step uses no graphs, because only one thread could record them (pytorch issue 123177)
+        options = {"compile_config": CompileConfig(mode="default")} | options
 
     def stop(input_ids: Tensor, scores, **kwargs) -> Tensor:
         return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)

@@ -74,8 +74,7 @@ def plan_media(vlm: Any, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
     becomes = describe_layout(vlm.processor, medium, layout, tokens)
-    merged = vlm.processor.media_tokens(kind, layout)
-    t, h, w = merged.thw
+    t, h, w = vlm.processor.media_tokens(kind, layout).thw
     kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 

@@ -132,6 +132,5 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         found["positions/ids"] = positions.view(-1, readout.length)[-3:].expand(3, -1)
     found |= {"prefill/last_states": readout.last_states, "prefill/first_logits": readout.first_logits}
     found |= {"decode tokens/token_ids": ids, "decode tokens/margins": readout.margins(len(ids))}
-    return Stages(
-        {name: x.cpu() for name, x in found.items() if x is not None}, source, list(trace.layouts), trace.spans
-    )
+    tensors = {name: x.cpu() for name, x in found.items() if x is not None}
+    return Stages(tensors, source, list(trace.layouts), trace.spans)

@@ -3,9 +3,7 @@
 viz computes nothing itself.
 """
 
-from typing import Any
-
-from refvl.lazy import find_name
+from refvl.lazy import lazily
 from refvl.viz.live import live  # at once, because the folder has the same name
 
 FILES = {
@@ -30,11 +28,4 @@ FILES = {
     "windows": "plot_attention_segments plot_window_permutation plot_windows",
 }  # fmt: skip
 __all__ = [*" ".join(FILES.values()).split(), "live"]
-
-
-def __getattr__(name: str) -> Any:
-    return find_name(__name__, FILES, name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *FILES]
+__getattr__, __dir__ = lazily(__name__, FILES, __all__)
