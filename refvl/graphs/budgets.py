@@ -1,8 +1,9 @@
 """Budgets: the sizes for which graphs are captured, and the items that share one replay.
 
-A captured graph has fixed sizes, so one graph is captured per token budget. The budgets are powers of two between the
-smallest sensible output and the largest allowed output. Arriving items are packed into the smallest budget that fits
-them. A replay computes the whole budget even if it is not full; the unused share is the padding waste.
+A captured graph has fixed sizes, so one graph is captured per token budget. The budgets are powers
+of two between the smallest sensible output and the largest allowed output. Arriving items are
+packed into the smallest budget that fits them. A replay computes the whole budget even if it is not
+full; the unused share is the padding waste.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ at this size, because the GPU needs more time than the host.
 class Batch:
     """Items that run together, as indices into the caller's order; if `budget` is None, they run eagerly.
 
-    path: the path that they run on, if the encoder has several. tokens: the output tokens of the items on that path.
+    path: the path that they run on, if the encoder has several. tokens: the output tokens of the
+    items on that path.
     """
 
     indices: tuple[int, ...]
@@ -50,7 +52,8 @@ class PairedBatch:
 class Limits:
     """The limits of one path's graphs: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the maximum of frames times output tokens in a capture; if None, every budget allows max_frames.
+    frame_tokens: the maximum of frames times output tokens in a capture; if None, every budget
+    allows max_frames.
     """
 
     budgets: tuple[int, ...]
@@ -89,10 +92,11 @@ def infer_limits(
 ) -> Limits:
     """Infer the limits that the user does not set. min_budget, max_budget: the values that the model's sizes suggest.
 
-    Every item needs at least one token in every graph, so `max_items` must not exceed the smallest budget. If only
-    `max_items` is given, it raises the smallest budget. Repeated budgets count once. By default there are as many
-    frames as items, at least 32; large budgets allow fewer (see `FRAME_TOKENS`). Raises ValueError if the invariants do
-    not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
+    Every item needs at least one token in every graph, so `max_items` must not exceed the smallest
+    budget. If only `max_items` is given, it raises the smallest budget. Repeated budgets count
+    once. By default there are as many frames as items, at least 32; large budgets allow fewer (see
+    `FRAME_TOKENS`). Raises ValueError if the invariants do not hold. Upstream: the constructor of
+    `EncoderCudaGraphManager`.
     """
     min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
     if min_budget > max_budget:
@@ -123,14 +127,16 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item, limited by
-    `max_frames` per batch (optional). policy: "greedy" adds sorted items to a batch while they fit the largest budget.
-    "optimal" finds the smallest sum of budgets, then the fewest batches: of all partitions of up to 12 items, and of
-    all cuts of more sorted items into consecutive batches.
+    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item,
+    limited by `max_frames` per batch (optional). policy: "greedy" adds sorted items to a batch
+    while they fit the largest budget. "optimal" finds the smallest sum of budgets, then the fewest
+    batches: of all partitions of up to 12 items, and of all cuts of more sorted items into
+    consecutive batches.
 
-    The batch with the smallest item comes first; items that fit no graph come last, each alone, with budget None.
-    Every index appears once, and equal arguments give equal batches. Raises ValueError for an unknown policy, for
-    limits below 1, and unless each item has a number of frames.
+    The batch with the smallest item comes first; items that fit no graph come last, each alone,
+    with budget None. Every index appears once, and equal arguments give equal batches. Raises
+    ValueError for an unknown policy, for limits below 1, and unless each item has a number of
+    frames.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
     [(0, 2), (1,)]
@@ -153,7 +159,8 @@ def pack_items(
 ) -> list[Batch]:
     """Pack items as `plan_batches` does, without its checks. sizes: (patch rows, output tokens, frames) by index.
 
-    Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits both.
+    Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits
+    both.
     """
     items = {i: (tokens, frames, rows) for i, (rows, tokens, frames) in sizes.items()}
     order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
@@ -178,9 +185,9 @@ def plan_paired_batches(
 ) -> list[PairedBatch]:
     """Pack items once for all paths, smallest first, while every path's tokens fit its largest budget.
 
-    path_tokens: the output tokens of each item on each path. budgets: the budgets of each path. An item that is too
-    large for a path forms a separate batch: that path runs eagerly, and the others replay. Upstream: the greedy plan of
-    vLLM's dual-path manager.
+    path_tokens: the output tokens of each item on each path. budgets: the budgets of each path. An
+    item that is too large for a path forms a separate batch: that path runs eagerly, and the others
+    replay. Upstream: the greedy plan of vLLM's dual-path manager.
 
     Raises ValueError if max_items is below 1.
 
@@ -207,8 +214,8 @@ def plan_paired_batches(
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
     """Return the share of padding among the tokens that replays compute; items that run eagerly do not count.
 
-    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches. Without replays,
-    the share is 0.
+    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches.
+    Without replays, the share is 0.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25

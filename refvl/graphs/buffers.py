@@ -1,9 +1,10 @@
 """Static buffers: fixed addresses, changing contents.
 
-A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus the buffer of patch rows. Before a replay, each field is padded by the rule in its definition, so nothing
-of the previous batch remains. A field without a rule raises TypeError, so it cannot cause stale data. Integers are
-baked in at capture, so they are capacities that a batch must not exceed.
+A captured graph reads the same memory at every replay. Here that memory is the encoder's own
+metadata dataclass at full capacity, plus the buffer of patch rows. Before a replay, each field is
+padded by the rule in its definition, so nothing of the previous batch remains. A field without a
+rule raises TypeError, so it cannot cause stale data. Integers are baked in at capture, so they are
+capacities that a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -33,9 +34,9 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped, and dataclasses are
-    filled in turn. Raises TypeError for a field of a different class or without a padding rule, and ValueError if a
-    value exceeds the captured capacity.
+    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped,
+    and dataclasses are filled in turn. Raises TypeError for a field of a different class or without
+    a padding rule, and ValueError if a value exceeds the captured capacity.
     """
     fill_together(list(fields_to_fill(buffers, metadata)))
 
@@ -61,7 +62,8 @@ def fields_to_fill(buffers, metadata) -> Iterator[Fill]:
 def fill_together(fills: Sequence[Fill]) -> None:
     """Apply `fill_padded` to several buffers; all are checked before one is filled.
 
-    On a GPU, one kernel copies all contents and another writes all zeros, because launches take longer than copies.
+    On a GPU, one kernel copies all contents and another writes all zeros, because launches take
+    longer than copies.
     """
     for buffer, values, rule, name in fills:
         if rule not in PAD_RULES:

@@ -17,9 +17,9 @@ Pool = Any  # the return value of `torch.cuda.graph_pool_handle`, a pair of inte
 class CudaGraph:
     """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`.
 
-    Graphs of one `pool` share memory. stream: the stream for warm-up and capture; it must differ from the current one.
-    Libraries keep a workspace per stream, so graphs that share a pool should share the stream, too. None: a new stream
-    on the current device.
+    Graphs of one `pool` share memory. stream: the stream for warm-up and capture; it must differ
+    from the current one. Libraries keep a workspace per stream, so graphs that share a pool should
+    share the stream, too. None: a new stream on the current device.
     """
 
     def __init__(self, pool: Pool | None = None, stream: torch.cuda.Stream | None = None):
@@ -30,11 +30,12 @@ class CudaGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Warm up on the side stream, then capture one run of `function` there.
 
-        The warm-up does the lazy initialisation (library handles, kernels compiled on first use), which must not be
-        captured. Raises CaptureError if `function` reads a value back, before the driver notices: a capture that fails
-        inside the driver would leave the allocator and the streams in the capture state. Every tensor that `function`
-        closes over must be kept alive as long as the graph. Captures from several threads run one after the other; they
-        are not disturbed if other threads use the device ("thread_local").
+        The warm-up does the lazy initialisation (library handles, kernels compiled on first use),
+        which must not be captured. Raises CaptureError if `function` reads a value back, before the
+        driver notices: a capture that fails inside the driver would leave the allocator and the
+        streams in the capture state. Every tensor that `function` closes over must be kept alive as
+        long as the graph. Captures from several threads run one after the other; they are not
+        disturbed if other threads use the device ("thread_local").
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already has a recording")
@@ -69,9 +70,10 @@ class CudaGraph:
 def _own_workspaces() -> Iterator[None]:
     """Let a capture allocate the workspaces of its matrix multiplications in the graph's own pool.
 
-    Up to 2.14, torch keeps one workspace per stream, and a graph stores the workspace's address. The graph does not own
-    the workspace of the warm-up. Code that clears workspaces, such as code compiled with "reduce-overhead", would leave
-    replays writing to freed memory. Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
+    Up to 2.14, torch keeps one workspace per stream, and a graph stores the workspace's address.
+    The graph does not own the workspace of the warm-up. Code that clears workspaces, such as code
+    compiled with "reduce-overhead", would leave replays writing to freed memory. Upstream:
+    `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -89,8 +91,8 @@ def pool_bytes(pool: Pool) -> int:
 def _check_capturable(function: Callable[[], Tensor]) -> None:
     """Run once under the rules of the trace backend, with PyTorch's synchronisation warnings turned on.
 
-    That mode applies to the whole process, in which other threads may synchronise, so it warns instead of raising an
-    error.
+    That mode applies to the whole process, in which other threads may synchronise, so it warns
+    instead of raising an error.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()

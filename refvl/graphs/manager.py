@@ -7,16 +7,18 @@
                       too large for every budget: the same path, eagerly
                    -> the paths' results for an item, joined in the order of its rows
 
-Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of an image are squares
-of two sizes, so each size has its own graphs. The paths pack independently, so images that share a replay on one path
-may not share one on the other. One path may also run eagerly while the other one replays graphs. Upstream:
-`EncoderCudaGraphManager`, which packs images once for all paths (`plan_paired_batches`).
+Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of
+an image are squares of two sizes, so each size has its own graphs. The paths pack independently, so
+images that share a replay on one path may not share one on the other. One path may also run eagerly
+while the other one replays graphs. Upstream: `EncoderCudaGraphManager`, which packs images once for
+all paths (`plan_paired_batches`).
 
-The manager uses only these parts of an encoder: plan, forward, metadata at capacity, and the sizes of
-an item.
+The manager uses only these parts of an encoder: plan, forward, metadata at capacity, and the sizes
+of an item.
 
-Any number of threads may use one manager, and any number of managers may use one encoder. A plan belongs to one call.
-The buffers are used by one call at a time, which holds a lock from the first fill to the last clone.
+Any number of threads may use one manager, and any number of managers may use one encoder. A plan
+belongs to one call. The buffers are used by one call at a time, which holds a lock from the first
+fill to the last clone.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -101,8 +103,9 @@ class GraphStats:
 class GraphPlan:
     """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
 
-    layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the order of the patch
-    rows. batches: the items that run together, in order of execution. metadata: the plan of each batch on its path.
+    layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the
+    order of the patch rows. batches: the items that run together, in order of execution. metadata:
+    the plan of each batch on its path.
     """
 
     layouts: Sequence
@@ -114,13 +117,14 @@ class GraphPlan:
 class EncoderGraphManager:
     """The graphs of one encoder. Outputs are clones, because the next replay overwrites the output of a graph.
 
-    While the encoder has forward hooks, items run eagerly, so hooks are called. Weights may change between calls.
-    Values changed in place take effect at the next replay. If weights have a new address or dtype
-    (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a manager: each call
-    gets its own embeddings, and replays run one after the other.
+    While the encoder has forward hooks, items run eagerly, so hooks are called. Weights may change
+    between calls. Values changed in place take effect at the next replay. If weights have a new
+    address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again.
+    Threads may share a manager: each call gets its own embeddings, and replays run one after the
+    other.
 
-    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget). last_batches: the batches of the
-    last call of any thread.
+    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget). last_batches:
+    the batches of the last call of any thread.
     """
 
     def __repr__(self) -> str:
@@ -144,8 +148,8 @@ class EncoderGraphManager:
         `min_budget` up to `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
-        `plan_batches`. Raises ValueError if limits contradict each other, if budgets miss a path, or if the backend
-        cannot run here.
+        `plan_batches`. Raises ValueError if limits contradict each other, if budgets miss a path,
+        or if the backend cannot run here.
         """
         self.encoder: Any = encoder
         self.paths: Mapping[str, Any] = getattr(encoder, "paths", {"": encoder})
@@ -185,8 +189,9 @@ class EncoderGraphManager:
 
         Shows a progress bar.
 
-        Does nothing if graphs of the current weights exist; otherwise it first drops the graphs of the old weights.
-        Raises CaptureError if the encoder reads a value back; in that case, no graph is kept.
+        Does nothing if graphs of the current weights exist; otherwise it first drops the graphs of
+        the old weights. Raises CaptureError if the encoder reads a value back; in that case, no
+        graph is kept.
         """
         with self._lock:
             weights = baked_in(self.encoder)
@@ -217,9 +222,9 @@ class EncoderGraphManager:
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode items (images and videos may be mixed); return one (M, D) tensor each, in the caller's order.
 
-        pixel_values: (N, values) patch rows of all items in order, path by path within each. layouts: the arguments of
-        the encoder's `plan`: (t, h, w) per item in patches for Qwen and GLM. Captures first if there are no graphs
-        yet. Equivalent to `plan`, then `run`.
+        pixel_values: (N, values) patch rows of all items in order, path by path within each.
+        layouts: the arguments of the encoder's `plan`: (t, h, w) per item in patches for Qwen and
+        GLM. Captures first if there are no graphs yet. Equivalent to `plan`, then `run`.
         """
         return self.run(pixel_values, self.plan(layouts))
 
@@ -345,7 +350,8 @@ def _limits_of(path: Any, min_budget: int, max_budget: int | None, **given) -> L
 def baked_in(encoder: nn.Module) -> tuple:
     """Return the values that a graph of `encoder` depends on; if any of them changes, the graph must be captured again.
 
-    They are the address and dtype of each parameter, and the active adapters, their scaling and the merged adapters.
+    They are the address and dtype of each parameter, and the active adapters, their scaling and the
+    merged adapters.
     """
     modules = _modules(encoder)
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]

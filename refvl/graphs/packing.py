@@ -6,8 +6,8 @@
 
 `pack`, the policy "optimal", searches up to 12 items and cuts more.
 
-An item is (output tokens, frames, patch rows); a group is a list of indices of sorted items, and a packing is a list
-of groups.
+An item is (output tokens, frames, patch rows); a group is a list of indices of sorted items, and a
+packing is a list of groups.
 """
 
 import bisect
@@ -30,8 +30,8 @@ NEVER = 2**60  # more than the cost of any packing
 class Capacity:
     """The limits of one replay.
 
-    max_rows: the patch rows that fit the graph of each budget. frames: the maximum frames of each budget, in
-    non-increasing order; empty: max_frames for every budget.
+    max_rows: the patch rows that fit the graph of each budget. frames: the maximum frames of each
+    budget, in non-increasing order; empty: max_frames for every budget.
     """
 
     budgets: tuple[int, ...]
@@ -79,8 +79,9 @@ def greedy(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best way to cut the sorted items into consecutive groups.
 
-    best[k] is (summed budgets, groups, start of the last group) of the first k items. Fewer items never cost more, so
-    the longest last group that fits a budget is the best one, and its start only moves forward.
+    best[k] is (summed budgets, groups, start of the last group) of the first k items. Fewer items
+    never cost more, so the longest last group that fits a budget is the best one, and its start
+    only moves forward.
     """
     tokens, frames, rows = (list(itertools.accumulate(column, initial=0)) for column in zip(*items, strict=True))
     starts = [0] * len(capacity.budgets)
@@ -106,7 +107,8 @@ def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best packing of up to EXACT_ITEMS items, and the best cut of more items.
 
-    items: at least one. Each must fit the largest budget alone. If a cut is the best packing, the cut is returned.
+    items: at least one. Each must fit the largest budget alone. If a cut is the best packing, the
+    cut is returned.
     """
     best = cut(items, capacity)
     if len(items) <= EXACT_ITEMS:
@@ -117,9 +119,9 @@ def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best of all partitions: the smallest sum of budgets, then the fewest groups.
 
-    The bits of an integer represent a set of items. The best cost of a set follows from smaller sets. Its last item is
-    in some group, and the best cost of the remaining items is already known. Time and memory grow as 3 to the power of
-    the number of items.
+    The bits of an integer represent a set of items. The best cost of a set follows from smaller
+    sets. Its last item is in some group, and the best cost of the remaining items is already known.
+    Time and memory grow as 3 to the power of the number of items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1

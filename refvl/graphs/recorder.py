@@ -1,15 +1,16 @@
 """The trace backend: CUDA-graph semantics on any device, in plain Python.
 
-While a forward runs once, a dispatch mode records every ATen operation together with the tensors it used. A replay runs
-that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in, and outputs
-keep their addresses. Inputs that are not copied into a static buffer have no effect. So the mistakes that break a CUDA
-graph break a trace too, and can be inspected. The trace backend does not model speed, the shared memory pool, the
-silent use of freed memory, or copies between host and device.
+While a forward runs once, a dispatch mode records every ATen operation together with the tensors it
+used. A replay runs that list again, in place over the same tensors. Python is not executed, sizes
+and scalars are baked in, and outputs keep their addresses. Inputs that are not copied into a static
+buffer have no effect. So the mistakes that break a CUDA graph break a trace too, and can be
+inspected. The trace backend does not model speed, the shared memory pool, the silent use of freed
+memory, or copies between host and device.
 
-Views are not replayed, because they alias a recorded tensor and see its new contents. The alternative was `torch.fx`
-with `make_fx`, which rebuilds a graph on fresh tensors at every call. With it, addresses would change, nothing would
-ever be stale or overwritten, and `.tolist()` would silently be baked in. This backend is meant to show exactly these
-effects.
+Views are not replayed, because they alias a recorded tensor and see its new contents. The
+alternative was `torch.fx` with `make_fx`, which rebuilds a graph on fresh tensors at every call.
+With it, addresses would change, nothing would ever be stale or overwritten, and `.tolist()` would
+silently be baked in. This backend is meant to show exactly these effects.
 """
 
 import sys
@@ -86,8 +87,8 @@ class TraceGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Run `function` once and record it; before `replay`, copy new contents into the tensors it closes over.
 
-        Captures from several threads run one after the other. Raises CaptureError if `function` reads a value back or a
-        shape depends on data; in that case nothing is recorded.
+        Captures from several threads run one after the other. Raises CaptureError if `function`
+        reads a value back or a shape depends on data; in that case nothing is recorded.
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already has a recording")
@@ -100,7 +101,8 @@ class TraceGraph:
     def replay(self) -> Tensor:
         """Run the recorded operations on the buffers' current contents; return the output at its captured address.
 
-        The output keeps the shape it had in the capture. Raises CaptureError if nothing was captured.
+        The output keeps the shape it had in the capture. Raises CaptureError if nothing was
+        captured.
         """
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
@@ -120,7 +122,8 @@ class TraceGraph:
 def refuse_read_back():
     """Raise CaptureError if code inside this context reads a value back to Python, or makes a shape depend on data.
 
-    Without inference mode, composite operations arrive as their parts, so a part that reads a value cannot hide in one.
+    Without inference mode, composite operations arrive as their parts, so a part that reads a value
+    cannot hide in one.
     """
     with _uncompiled(), torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
         yield

@@ -37,12 +37,13 @@ def load_language_model(
 ) -> CausalTextModel:
     """Load the text part of the checkpoint in `folder`, strictly.
 
-    kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) are passed to transformers'
-    `from_pretrained`; those that place the weights override `device`. On CUDA, weights are loaded directly onto the GPU
-    if accelerate is installed, otherwise through host memory. Raises ValueError, listing the weights, if some are
-    missing or unexpected, have a different shape, or contain nan or inf. Weights that are not plain floats also raise
-    this error, unless a `quantization_config` sets a method. Sizes and dtypes are compared with the files' headers
-    before memory is allocated.
+    kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) are passed to
+    transformers' `from_pretrained`; those that place the weights override `device`. On CUDA,
+    weights are loaded directly onto the GPU if accelerate is installed, otherwise through host
+    memory. Raises ValueError, listing the weights, if some are missing or unexpected, have a
+    different shape, or contain nan or inf. Weights that are not plain floats also raise this error,
+    unless a `quantization_config` sets a method. Sizes and dtypes are compared with the files'
+    headers before memory is allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)

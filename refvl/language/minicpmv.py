@@ -1,8 +1,8 @@
 """MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
-The released files name their own config class in `auto_map`. That class is code stored next to the weights; refvl never
-runs it. `MiniCPMVConfig` reads the same keys. It provides the text model's settings as a transformers config, whose
-class `refvl.families` selects:
+The released files name their own config class in `auto_map`. That class is code stored next to the
+weights; refvl never runs it. `MiniCPMVConfig` reads the same keys. It provides the text model's
+settings as a transformers config, whose class `refvl.families` selects:
 
     version   text model             config of transformers
     2.0       MiniCPM                Granite, whose multipliers express MiniCPM's scaling
@@ -58,9 +58,10 @@ def read_text_config(values: dict, config_class: Callable[..., PretrainedConfig]
 def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values) -> GraniteConfig:
     """Express MiniCPM's maximal update parametrisation (muP) as a Granite config.
 
-    The scales are scale_emb for embeddings, scale_depth / sqrt(layers) for each layer's residual update, and
-    dim_model_base / hidden_size for logits. Granite scales all embeddings, but MiniCPM-V does not scale image
-    embeddings. The embedding layer therefore applies that factor (`MiniCPMTextModel`).
+    The scales are scale_emb for embeddings, scale_depth / sqrt(layers) for each layer's residual
+    update, and dim_model_base / hidden_size for logits. Granite scales all embeddings, but
+    MiniCPM-V does not scale image embeddings. The embedding layer therefore applies that factor
+    (`MiniCPMTextModel`).
     """
     hidden = values["hidden_size"]
     return GraniteConfig(

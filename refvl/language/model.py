@@ -1,8 +1,8 @@
 """The text model: from embeddings and positions to tokens.
 
-The language model is transformers' own (`AutoModel` of the checkpoint's text config). Generation is also transformers':
-the KV cache, sampling and streaming. refvl adds a wrapper without a vision tower. It accepts embeddings instead of ids,
-and (3, B, L) M-RoPE positions computed elsewhere.
+The language model is transformers' own (`AutoModel` of the checkpoint's text config). Generation is
+also transformers': the KV cache, sampling and streaming. refvl adds a wrapper without a vision
+tower. It accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from refvl.trace import check_finite, synchronized_time
 class CausalTextModel(PreTrainedModel, GenerationMixin):
     """A transformers text model with an output head; `forward` accepts embeddings, and positions of any rank.
 
-    Parameter names are those of the original checkpoints: `model.layers...`, `model.norm`, `lm_head`.
+    Parameter names are those of the original checkpoints: `model.layers...`, `model.norm`,
+    `lm_head`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -43,8 +44,8 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     def row_width(self) -> int:
         """W, the number of values in each encoder row that this model accepts; by default its own width D.
 
-        A class whose layers accept k DeepStack features returns D * (1 + k) here, and accepts the features in
-        `forward` as `deepstack_embeds`.
+        A class whose layers accept k DeepStack features returns D * (1 + k) here, and accepts the
+        features in `forward` as `deepstack_embeds`.
         """
         return self.config.hidden_size
 
@@ -62,11 +63,12 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
-        position_shift: (B, 3), added to the positions of decode steps, which transformers counts on from the last
-        column of the prompt.
+        position_shift: (B, 3), added to the positions of decode steps, which transformers counts on
+        from the last column of the prompt.
 
-        transformers inspects the argument names to find out what a model accepts. This method also keeps cached tokens
-        from running again; otherwise, transformers' assisted decoding would run the prompt twice.
+        transformers inspects the argument names to find out what a model accepts. This method also
+        keeps cached tokens from running again; otherwise, transformers' assisted decoding would run
+        the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:
@@ -156,12 +158,13 @@ def generate(
     """Return transformers' output, whose `sequences` are the new ids (B * num_return_sequences, max_new_tokens or
     fewer).
 
-    input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L) int64; decode steps
-    continue at the last position + 1 on every axis, plus an optional `position_shift` (B, 3). attention_mask: (B, L),
-    0 for left padding.
-    options: options of transformers' `generate` (`max_new_tokens`, `do_sample`, ...); the default is greedy decoding.
-    They include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features,
-    `deepstack_embeds` (B, L, W - D; see `row_width`); or else the `past_key_values` of all tokens except the last.
+    input_ids: the prompt's ids, (B, L), which a repetition penalty counts. positions: (3, B, L)
+    int64; decode steps continue at the last position + 1 on every axis, plus an optional
+    `position_shift` (B, 3). attention_mask: (B, L), 0 for left padding. options: options of
+    transformers' `generate` (`max_new_tokens`, `do_sample`, ...); the default is greedy decoding.
+    They include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack
+    features, `deepstack_embeds` (B, L, W - D; see `row_width`); or else the `past_key_values` of
+    all tokens except the last.
     """
     if (seed := options.pop("seed", None)) is not None:
         torch.manual_seed(seed)

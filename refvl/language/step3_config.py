@@ -1,7 +1,8 @@
 """Step3's config.json, for which transformers (up to 5.23) has no classes.
 
-The keys and defaults are those of the released file; data/configs/README.md documents the defaults. The end of
-this file registers the three `model_type`s, so `AutoConfig` and `AutoTokenizer` can read a Step3 folder.
+The keys and defaults are those of the released file; data/configs/README.md documents the defaults.
+The end of this file registers the three `model_type`s, so `AutoConfig` and `AutoTokenizer` can read
+a Step3 folder.
 """
 
 from collections.abc import Sequence

@@ -6,13 +6,14 @@
                   x + share_expert(y) + moe(y), y = RMSNorm(x)  in a layer of `moe_layers_enum`
       -> RMSNorm -> (B, L, D)
 
-In multi-matrix factorisation attention (MFA, arXiv 2412.19255), 64 query heads of width 256 share one key-value head.
-So the cache has only two vectors of 256 values per token and layer. The query projection is low-rank: 7168 -> 2048
-(`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
+In multi-matrix factorisation attention (MFA, arXiv 2412.19255), 64 query heads of width 256 share
+one key-value head. So the cache has only two vectors of 256 values per token and layer. The query
+projection is low-rank: 7168 -> 2048 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
 
-The cache, masks, attention kernels and generation are those of transformers; refvl/language/model.py adds the output
-head. Shapes: B prompts, L tokens, D hidden, H heads, K head dimension, R rank of the query, T = B * L tokens, E
-experts, C = T * top_k rows for experts. Upstream: vLLM's `Step3TextModel`.
+The cache, masks, attention kernels and generation are those of transformers;
+refvl/language/model.py adds the output head. Shapes: B prompts, L tokens, D hidden, H heads, K head
+dimension, R rank of the query, T = B * L tokens, E experts, C = T * top_k rows for experts.
+Upstream: vLLM's `Step3TextModel`.
 """
 
 import torch
@@ -78,9 +79,10 @@ class Step3TextModel(PreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return hidden states (B, L, D) for (B, L) ids or (B, L, D) embeddings.
 
-        position_ids: (B, L); by default they continue after the cache. attention_mask: (B, cached + L), 0 for padding.
-        kwargs: `output_hidden_states` and `output_attentions` (with eager attention), as in transformers' models.
-        Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
+        position_ids: (B, L); by default they continue after the cache. attention_mask: (B, cached +
+        L), 0 for padding. kwargs: `output_hidden_states` and `output_attentions` (with eager
+        attention), as in transformers' models. Raises ValueError unless exactly one of input_ids
+        and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: pass exactly one of input_ids and inputs_embeds")

@@ -7,17 +7,20 @@
     ... 4.6, 4.7  model.language_model, lm_head   model.merger.mlp.0                           .vision_tower    none
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
-The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
-names. So transformers with PEFT and serving engines can read the adapters that refvl saves, and refvl can read adapters
-saved by PEFT. PEFT replaces the model's layers with its own, which chat, trace, encode and graphs then use. `attach`
-returns a PEFT model, which switches, merges, unmerges and saves adapters.
+The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a
+model under these names. So transformers with PEFT and serving engines can read the adapters that
+refvl saves, and refvl can read adapters saved by PEFT. PEFT replaces the model's layers with its
+own, which chat, trace, encode and graphs then use. `attach` returns a PEFT model, which switches,
+merges, unmerges and saves adapters.
 
-"served" lists the parts whose adapters vLLM 0.32 supports. Without `enable_tower_connector_lora=True`, vLLM silently
-ignores the layers of the tower and the connector. It accepts one adapter per request, with a rank of at most
-`max_lora_rank` (16). It accepts neither DoRA nor `modules_to_save`.
+"served" lists the parts whose adapters vLLM 0.32 supports. Without
+`enable_tower_connector_lora=True`, vLLM silently ignores the layers of the tower and the connector.
+It accepts one adapter per request, with a rank of at most `max_lora_rank` (16). It accepts neither
+DoRA nor `modules_to_save`.
 
-An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its quantised form in
-transformers. Convolutions (patch embedding, GLM's downsampling) and position tables are not adapted.
+An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its
+quantised form in transformers. Convolutions (patch embedding, GLM's downsampling) and position
+tables are not adapted.
 """
 
 import re
@@ -42,8 +45,9 @@ PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 class LayerNames:
     """transformers' names for the parts of a family.
 
-    places: module name -> the module's location in a `VLM`. connector: the names of the connector's modules.
-    renamed: alternative spellings of names, as regular expressions; the first match counts.
+    places: module name -> the module's location in a `VLM`. connector: the names of the connector's
+    modules. renamed: alternative spellings of names, as regular expressions; the first match
+    counts.
     """
 
     places: dict[str, str]
@@ -113,19 +117,20 @@ def layers(model, *parts: str) -> list[str]:
 def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     """Attach an adapter to a model and activate it; return PEFT's model and store it as `model.adapters`.
 
-    adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or transformers. For a new
-    adapter that you will train, pass a `peft.LoraConfig`. name: the name of this adapter, if there are several. hub:
-    `revision` and similar arguments (see `refvl.checkpoints.download`). PEFT's model does everything else:
+    adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or
+    transformers. For a new adapter that you will train, pass a `peft.LoraConfig`. name: the name of
+    this adapter, if there are several. hub: `revision` and similar arguments (see
+    `refvl.checkpoints.download`). PEFT's model does everything else:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
         adapters.merge_adapter(), .unmerge_adapter()   not with quantised weights
         adapters.save_pretrained(folder)
 
-    A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
-    FileNotFoundError, TypeError or ValueError, naming `adapter`, for anything but a
-    LoRA adapter, for layers that the model lacks, and for weights that do not fit. After an error in PEFT, load the
-    model again.
+    A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off
+    (`adapters.train()`). Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for
+    anything but a LoRA adapter, for layers that the model lacks, and for weights that do not fit.
+    After an error in PEFT, load the model again.
     """
     import peft  # pip install 'refvl[adapters]'
 
@@ -174,8 +179,8 @@ def _find(adapter: str | Path, hub: dict) -> Path:
 def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a saved adapter under this model's names, and change PEFT's config accordingly.
 
-    The weights determine the layers and their ranks, because a config may contain older names, or suffixes that also
-    match layers of the tower.
+    The weights determine the layers and their ranks, because a config may contain older names, or
+    suffixes that also match layers of the tower.
     """
     names = layer_names(model.family)
     weights = {names.rename(key.removeprefix(PREFIX)): tensor for key, tensor in stored.items()}

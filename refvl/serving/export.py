@@ -3,17 +3,20 @@
     cats/1.jpg -> out/cats/1.jpg.safetensors     embeds (tokens, width)
                   its header                     layout and size of the item, state of its source, settings of the model
 
-A file gets its name once it is completely written, so the same command continues a run that was stopped. Items whose
-source and settings are unchanged are skipped. Under torchrun, rank r of n encodes every n-th item from the r-th on.
+A file gets its name once it is completely written, so the same command continues a run that was
+stopped. Items whose source and settings are unchanged are skipped. Under torchrun, rank r of n
+encodes every n-th item from the r-th on.
 
 `vllm_inputs` returns these embeddings in the form that vLLM accepts, so vLLM needs no vision tower:
 
     llm = LLM(checkpoint, enable_mm_embeds=True, limit_mm_per_prompt={"image": 0, "video": 0})
-    llm.generate({"prompt": prompt, "multi_modal_data": vllm_inputs("outputs/embeddings", ["coffee.jpg"])})
+    llm.generate({"prompt": prompt, "multi_modal_data": vllm_inputs("outputs/embeddings",
+    ["coffee.jpg"])})
 
-The prompt is the chat template's text, with one placeholder per item. vLLM 0.32 accepts embeddings of Qwen2.5-VL and of
-MiniCPM-V (images only, from 2.6 on). Field names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`,
-`Qwen2_5_VLVideoEmbeddingInputs` and `MiniCPMVImageEmbeddingInputs`.
+The prompt is the chat template's text, with one placeholder per item. vLLM 0.32 accepts embeddings
+of Qwen2.5-VL and of MiniCPM-V (images only, from 2.6 on). Field names are those of vLLM's
+`Qwen2_5_VLImageEmbeddingInputs`, `Qwen2_5_VLVideoEmbeddingInputs` and
+`MiniCPMVImageEmbeddingInputs`.
 """
 
 import dataclasses
@@ -47,9 +50,10 @@ Item = tuple[Image.Image | Video, dict[str, Any]]  # a decoded image or video, a
 def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, progress: bool = True) -> dict[str, Any]:
     """Encode all images and videos that `out` lacks; return {"encoded": names, "skipped": names, "failed": reasons}.
 
-    media: a folder, or a list of files and folders (see `find_media`). An item that cannot be read or encoded is listed
-    under "failed" with the reason. Raises ValueError, before anything is encoded, if there are no media, or if `out`
-    contains files that were written with a different model or by a different program.
+    media: a folder, or a list of files and folders (see `find_media`). An item that cannot be read
+    or encoded is listed under "failed" with the reason. Raises ValueError, before anything is
+    encoded, if there are no media, or if `out` contains files that were written with a different
+    model or by a different program.
     """
     found, settings = find_media(media, videos=vlm.processor.video_config is not None), describe_model(vlm)
     with torchrun_ranks() as (rank, world_size):
@@ -74,8 +78,8 @@ def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, pr
 def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]:
     """Return {name: path} of the media in a folder, or in a list of files and folders, sorted by path.
 
-    Folders are searched recursively for images and, with `videos`, videos. A name is the path in its folder. Raises
-    ValueError if nothing is found, or if two media have the same name.
+    Folders are searched recursively for images and, with `videos`, videos. A name is the path in
+    its folder. Raises ValueError if nothing is found, or if two media have the same name.
     """
     suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
     found = dict[str, Path]()
@@ -112,7 +116,8 @@ def target_of(out: str | Path, name: str) -> Path:
 def is_done(target: Path, source: Path, settings: str) -> bool:
     """Return whether an item's file exists and its source is unchanged.
 
-    Raises ValueError if a different program wrote the file, or if refvl wrote it with other settings.
+    Raises ValueError if a different program wrote the file, or if refvl wrote it with other
+    settings.
     """
     if not target.exists():
         return False
@@ -137,7 +142,8 @@ def write_item(target: Path, embeds: Tensor, header: dict) -> None:
 def read_header(target: Path) -> dict:
     """Return an item's header: kind, size, layout, source, settings, and seconds per grid step for a video.
 
-    Raises ValueError if `write_item` did not write the file, and FileNotFoundError if there is none.
+    Raises ValueError if `write_item` did not write the file, and FileNotFoundError if there is
+    none.
     """
     try:
         with safe_open(target, framework="pt") as stored:
@@ -155,8 +161,8 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 def vllm_inputs(out: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
-    out: the output of `refvl encode`. Raises ValueError for a family whose embeddings vLLM does not accept, and for
-    MiniCPM-V's videos.
+    out: the output of `refvl encode`. Raises ValueError for a family whose embeddings vLLM does not
+    accept, and for MiniCPM-V's videos.
     """
     if isinstance(names, str):
         raise TypeError(f"names: expected a list of names, got {names!r}")

@@ -4,11 +4,11 @@
     feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
     feature_map([image, image])        a list of maps  one per item
 
-MiniCPM-V and Step3-VL cut an image into slices or crops; MiniCPM-V also cuts a video into frames. Their maps are lists
-of (box, map), one per slice, crop or frame, in the encoder's order.
+MiniCPM-V and Step3-VL cut an image into slices or crops; MiniCPM-V also cuts a video into frames.
+Their maps are lists of (box, map), one per slice, crop or frame, in the encoder's order.
 
-Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language model's width, E the
-tower's.
+Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language
+model's width, E the tower's.
 """
 
 import copy
@@ -45,13 +45,15 @@ class Cut(NamedTuple):
 def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
-    medium: an image or a video, or a list of them, for which the result is a list with one map per item. A path with a
-    video's suffix, an array with four dimensions, a `Video` and a tuple of frames count as videos. The run is in
-    inference mode; for gradients, call `model.encoder` (docs/use.md, "Train the tower"). blocks: the tower blocks, with
-    -1 for the last. Then the result for an item is a list with one map per block, (t, H, W, E): the states after that
-    block, patches in row-major order. Families that cut images return a list of (box, map) instead of a
-    single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a slice is
-    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for blocks that do not exist.
+    medium: an image or a video, or a list of them, for which the result is a list with one map per
+    item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple of
+    frames count as videos. The run is in inference mode; for gradients, call `model.encoder`
+    (docs/use.md, "Train the tower"). blocks: the tower blocks, with -1 for the last. Then the
+    result for an item is a list with one map per block, (t, H, W, E): the states after that block,
+    patches in row-major order. Families that cut images return a list of (box, map) instead of a
+    single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a
+    slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for
+    blocks that do not exist.
     """
     if isinstance(medium, list):
         return [feature_map(model, item, blocks=blocks) for item in medium]

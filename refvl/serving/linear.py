@@ -1,9 +1,10 @@
 """Linear layers on a CPU use torch's default kernel or oneDNN's, whichever is faster on this machine.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: two blocks of Qwen2.5-VL's tower
-take 1.2 to 1.35 times as long with it at 224 px, on an AMD EPYC with one thread. oneDNN reads torch's weights in place.
-Each layer keeps its weights, so you can save, move, change, adapt and inspect them as before. The kernel is private to
-torch: if a release lacks it, "auto" chooses torch's default.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: two blocks of
+Qwen2.5-VL's tower take 1.2 to 1.35 times as long with it at 224 px, on an AMD EPYC with one thread.
+oneDNN reads torch's weights in place. Each layer keeps its weights, so you can save, move, change,
+adapt and inspect them as before. The kernel is private to torch: if a release lacks it, "auto"
+chooses torch's default.
 """
 
 import time
@@ -55,7 +56,8 @@ def use_onednn(model: nn.Module) -> None:
 def times_as_fast() -> float:
     """Return oneDNN's speed-up over torch's default, or 0 if it cannot be called; measured once, in about 10 ms.
 
-    It compares thread CPU time and the fastest of several interleaved calls, so other processes barely affect it.
+    It compares thread CPU time and the fastest of several interleaved calls, so other processes
+    barely affect it.
     """
     x, weight, bias = torch.ones(128, 512), torch.ones(512, 512), torch.ones(512)
     ways = partial(F.linear, x, weight, bias), partial(_onednn, x, weight, bias)

@@ -4,11 +4,11 @@
     chunks        |-------|-------|-------|-------|---|-|   chunks may split media; `generate` reads the last token
     pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
-Memory then depends on N, not on the length of the prompt, except for the cache and for media that are pruned. The kept
-tokens of a pruned item are known only after all of it is encoded, so all its embeddings are in memory at the same time.
-Positions are those of the full prompt, which are known from sizes before anything is encoded; each chunk uses a section
-of them. An engine that does not know the later media in advance needs `recompute_mrope_positions`, which gives the same
-positions.
+Memory then depends on N, not on the length of the prompt, except for the cache and for media that
+are pruned. The kept tokens of a pruned item are known only after all of it is encoded, so all its
+embeddings are in memory at the same time. Positions are those of the full prompt, which are known
+from sizes before anything is encoded; each chunk uses a section of them. An engine that does not
+know the later media in advance needs `recompute_mrope_positions`, which gives the same positions.
 
 Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
@@ -101,8 +101,9 @@ def prefill_in_chunks(
 ) -> Cache:
     """Return the keys and values of the whole prompt except its last token; set `keep` and `chunks` of the trace.
 
-    trace: a trace with full_ids, full_positions and spans. pieces: (rows (m, W), mask of kept rows (m,)) of all media,
-    in the order of the prompt. Raises ValueError if the kept tokens reach `limit`.
+    trace: a trace with full_ids, full_positions and spans. pieces: (rows (m, W), mask of kept rows
+    (m,)) of all media, in the order of the prompt. Raises ValueError if the kept tokens reach
+    `limit`.
     """
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)

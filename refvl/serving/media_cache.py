@@ -4,15 +4,16 @@
     the key is cached               return a copy of its embeddings: a hit
     it is not                       encode, store a copy, drop the least recently used entries: a miss
 
-A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if the tower uses it
-(MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt, so a hit may come from a different
-question, batch or turn. Pruning happens later, so it can use any rate. If a prompt is read in chunks, the cache stores
-pieces of media.
+A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if
+the tower uses it (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt,
+so a hit may come from a different question, batch or turn. Pruning happens later, so it can use any
+rate. If a prompt is read in chunks, the cache stores pieces of media.
 
-The key also covers the tower: the values of its weights, even if torch counts no change (`weight.data`, a step of a
-fused optimiser), and the class and attributes of each module. It does not cover hooks, or methods that were replaced in
-a class; call `clear` after such a change. While a module of the tower is in training mode, its result may be random
-(dropout), so nothing is stored, and nothing is answered from the cache.
+The key also covers the tower: the values of its weights, even if torch counts no change
+(`weight.data`, a step of a fused optimiser), and the class and attributes of each module. It does
+not cover hooks, or methods that were replaced in a class; call `clear` after such a change. While a
+module of the tower is in training mode, its result may be random (dropout), so nothing is stored,
+and nothing is answered from the cache.
 """
 
 import hashlib
@@ -102,8 +103,8 @@ class MediaCache:
     ) -> tuple[list[Embeddings], list[bool]]:
         """Return the embeddings for each key, and whether each one is a hit.
 
-        make: a function that encodes the items at the given indices. Two threads that miss the same item both encode
-        it.
+        make: a function that encodes the items at the given indices. Two threads that miss the same
+        item both encode it.
         """
         with self._lock:
             found = {key: self._kept[key] for key in keys if key in self._kept}

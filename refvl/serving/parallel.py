@@ -4,13 +4,14 @@
     own rows           -> the encoder, eager or with graphs
     own embeddings     -> padded to the length of the longest rank, all-gathered, cut, put in the caller's order
 
-A vision tower is small and its items are independent, so every rank has the whole tower, and ranks send only the
-results. This takes one all-gather; tensor parallelism would need two collectives per layer. Ranks must agree on the
-sizes. The process group uses gloo on CPUs and NCCL on GPUs. `group=None` selects the default group. Without any group,
-the calling process encodes all items.
+A vision tower is small and its items are independent, so every rank has the whole tower, and ranks
+send only the results. This takes one all-gather; tensor parallelism would need two collectives per
+layer. Ranks must agree on the sizes. The process group uses gloo on CPUs and NCCL on GPUs.
+`group=None` selects the default group. Without any group, the calling process encodes all items.
 
-Shape suffixes: N patches, M output tokens, D hidden, B images.
-Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
+Shape suffixes: N patches, M output tokens, D hidden, B images. Upstream:
+`run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment`
+(vLLM).
 """
 
 import os
@@ -36,8 +37,8 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
     """Assign items so that the total sizes of the ranks are similar: largest first, onto the least loaded rank.
 
     Items of equal size keep their order; among equally loaded ranks, the lowest gets the next item.
-    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number per rank, and their
-    summed sizes.
+    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number per
+    rank, and their summed sizes.
 
     Raises ValueError for num_gpus below 1, or for sizes that are not numbers of tokens.
 
@@ -68,7 +69,8 @@ def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
 def get_speed_up(grouped_sizes: Sequence[int]) -> float:
     """Return the speed-up over one rank alone, limited by the slowest rank, if time is proportional to size.
 
-    It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up / ranks.
+    It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up /
+    ranks.
     """
     return sum(grouped_sizes) / max(grouped_sizes) if max(grouped_sizes, default=0) else 1.0
 
@@ -90,13 +92,15 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own graphs.
-    pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each rank copies only its own rows
-    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that the encoder plans.
-    rope_type: "rope_3d", as in vLLM; no encoder of this library needs its other kind, "rope_2d".
+    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own
+    graphs. pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each
+    rank copies only its own rows to its encoder's device. grid_thw_list: (t, h, w) per item in
+    patches, or the layouts that the encoder plans. rope_type: "rope_3d", as in vLLM; no encoder of
+    this library needs its other kind, "rope_2d".
 
-    Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows and grids do not
-    match. If one rank fails later, the others wait until the group's timeout, or until `torchrun` ends them.
+    Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows
+    and grids do not match. If one rank fails later, the others wait until the group's timeout, or
+    until `torchrun` ends them.
     """
     if rope_type != "rope_3d":
         raise ValueError(f"rope_type: expected 'rope_3d', got {rope_type!r}")
@@ -125,8 +129,9 @@ def run_dp_sharded_mrope_vision_model(
 def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
     """Split the result of an all-gather into one tensor per item, in the caller's order and without padding.
 
-    gathered: (ranks * longest, ...), the rows of all ranks, with each rank's rows padded to the longest. tokens: output
-    tokens of each item. order, counts: the assignment. Returns a list of (tokens, D) tensors.
+    gathered: (ranks * longest, ...), the rows of all ranks, with each rank's rows padded to the
+    longest. tokens: output tokens of each item. order, counts: the assignment. Returns a list of
+    (tokens, D) tensors.
     """
     embeds: dict[int, Tensor] = {}
     items = iter(order)
@@ -141,9 +146,10 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
 def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:
     """Gather the rows of all ranks, (ranks * longest, ...).
 
-    local: the rows of this rank, (lengths[rank], ...), or None if it has none. An all-gather needs equal shapes, so
-    each rank sends as many rows as the rank with the most rows. A rank without items does not know the width of its
-    padding, so rank 0, which always has the largest item, sends the width.
+    local: the rows of this rank, (lengths[rank], ...), or None if it has none. An all-gather needs
+    equal shapes, so each rank sends as many rows as the rank with the most rows. A rank without
+    items does not know the width of its padding, so rank 0, which always has the largest item,
+    sends the width.
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
@@ -164,8 +170,9 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
 def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Encode B images of one size, with the same number on every rank; every rank gets all embeddings, in order.
 
-    image_input: (B, ...), equal on every rank. vision_model: (b, ...) -> (b, ...) on the device of the images.
-    If B is not a multiple of the number of ranks, the last ranks encode zeros, whose results are dropped.
+    image_input: (B, ...), equal on every rank. vision_model: (b, ...) -> (b, ...) on the device of
+    the images. If B is not a multiple of the number of ranks, the last ranks encode zeros, whose
+    results are dropped.
     """
     rank, world_size = rank_and_world_size(group)
     if not len(image_input):

@@ -2,8 +2,9 @@
 
     {"id": "a", "prompt": "What is it?", "images": ["cat.jpg"]}  ->  {"id": "a", "answer": "a cat"}
 
-The id of a request without one is the number of its line. Answers are appended as soon as their batches are done. The
-same command continues a run that was stopped: it skips ids that have an answer and repeats those that have an error.
+The id of a request without one is the number of its line. Answers are appended as soon as their
+batches are done. The same command continues a run that was stopped: it skips ids that have an
+answer and repeats those that have an error.
 """
 
 import json
@@ -19,8 +20,8 @@ from refvl.checks import blame
 def answer_file(vlm: Any, file: Path, out: Path, *, common: dict, progress: bool = True) -> dict[Any, str]:
     """Append an answer to `out` for every request in `file` that has none; return {id: error} of those that failed.
 
-    common: default `max_new_tokens`, `pruning_rate` and `pruning`. Raises ValueError, naming the line, for a line that
-    is not a JSON object, and for an id that occurs twice.
+    common: default `max_new_tokens`, `pruning_rate` and `pruning`. Raises ValueError, naming the
+    line, for a line that is not a JSON object, and for an id that occurs twice.
     """
     requests = dict[Any, dict]()
     for number, request in _objects(file):

@@ -16,8 +16,8 @@ from refvl.trace import Record
 def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options: dict) -> Iterator[str]:
     """Yield the answer to a prepared prompt piece by piece; a streamer and criteria of the caller still count.
 
-    Closing or deleting the generator ends the generation and its thread within one token. Errors in the thread are
-    raised in this function.
+    Closing or deleting the generator ends the generation and its thread within one token. Errors in
+    the thread are raised in this function.
     """
     streamer = TextIteratorStreamer(model.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     both = TokenTimer(None, [streamer, options.pop("streamer", None)])

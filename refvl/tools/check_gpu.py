@@ -4,7 +4,8 @@
     checks        run one by one (`refvl.tools.gpu_checks`) until the time is up; an error ends only its own check
     result        a JSON file, rewritten after every row, to attach to an issue
 
-If the process dies, the JSON names the check that was running and contains all results so far; the run does not pass.
+If the process dies, the JSON names the check that was running and contains all results so far; the
+run does not pass.
 """
 
 import json
@@ -51,9 +52,10 @@ def check_gpu(
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON. thorough: run every check, in at most ten minutes; otherwise run those that fit in a minute. bench,
-    checks, seconds: the work, the checks and the time limit; only tests set them. Raises ValueError if `device` is not
-    a CUDA device. If the device cannot run anything, "problem" contains the reason.
+    out: the JSON. thorough: run every check, in at most ten minutes; otherwise run those that fit
+    in a minute. bench, checks, seconds: the work, the checks and the time limit; only tests set
+    them. Raises ValueError if `device` is not a CUDA device. If the device cannot run anything,
+    "problem" contains the reason.
     """
     device = torch.device(device)
     if device.type != "cuda":

@@ -104,9 +104,10 @@ def chat(
 ):  # fmt: skip
     """Answer a question about images and videos; the text is streamed as it is generated.
 
-    Each line of the --jsonl file is {"id": ..., "prompt": ..., "images": [...], "videos": [...]}; "max_new_tokens" and
-    "pruning_rate" are optional. A failed request gets an error instead of an answer, and the exit status is then 1. To
-    continue a run that was stopped, run the same command again; it skips ids that are answered.
+    Each line of the --jsonl file is {"id": ..., "prompt": ..., "images": [...], "videos": [...]};
+    "max_new_tokens" and "pruning_rate" are optional. A failed request gets an error instead of an
+    answer, and the exit status is then 1. To continue a run that was stopped, run the same command
+    again; it skips ids that are answered.
     """
     if (prompt is None) == (jsonl is None):
         raise ValueError("prompt: expected a question, or a file of requests with --jsonl")
@@ -147,8 +148,9 @@ def trace(
 ):  # fmt: skip
     """Answer a question, and print the shapes and the time of every stage.
 
-    With --source, first print the code that ran: every function in call order, with executed lines marked and checks
-    folded. With --page FILE.html, write the code as a page, with the results of each stage.
+    With --source, first print the code that ran: every function in call order, with executed lines
+    marked and checks folded. With --page FILE.html, write the code as a page, with the results of
+    each stage.
     """
     if with_ and (pruning_rate or adapter):
         raise ValueError(f"with: {with_.value} prunes nothing and gets no adapter; remove --pruning-rate and --adapter")
@@ -254,10 +256,10 @@ def encode(
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    Videos are sampled as in `chat`; those in folders are skipped if the model accepts only images. If an item cannot be
-    encoded, stderr names it and the reason, the other items are encoded, and the exit status is 1. To continue a run
-    that was stopped, or to add new or changed media, run the same command again. `refvl.serving.export.vllm_inputs`
-    prepares the embeddings for vLLM.
+    Videos are sampled as in `chat`; those in folders are skipped if the model accepts only images.
+    If an item cannot be encoded, stderr names it and the reason, the other items are encoded, and
+    the exit status is 1. To continue a run that was stopped, or to add new or changed media, run
+    the same command again. `refvl.serving.export.vllm_inputs` prepares the embeddings for vLLM.
     """
     from refvl.serving.export import encode_folder
 
@@ -321,8 +323,8 @@ def check_gpu(
 ):
     """Check a CUDA device: attention, towers, answers, graphs, streams and timings.
 
-    The default, --quick, takes a minute, and --all takes at most ten. If a check fails, the exit status is 1, but the
-    files are complete.
+    The default, --quick, takes a minute, and --all takes at most ten. If a check fails, the exit
+    status is 1, but the files are complete.
     """
     from refvl.tools import check_gpu as checks
 

@@ -6,8 +6,8 @@
     compiled    all towers, compiled
     suite       `pytest -m gpu`
 
-A row contains (what, measured, allowed); if allowed is None, there is no limit. `python -m refvl.tools.gpu_checks`
-rewrites the expected results.
+A row contains (what, measured, allowed); if allowed is None, there is no limit. `python -m
+refvl.tools.gpu_checks` rewrites the expected results.
 
 Shape suffixes: M output tokens, D hidden.
 """
@@ -100,7 +100,8 @@ def towers() -> dict[str, Any]:
 def build_tower(name: str) -> tuple[Any, Tensor, list]:
     """Build a small float32 tower on the CPU, with patch rows and the layouts of two items.
 
-    Weights and rows are exact in float16, so any difference comes from rounding during the computation.
+    Weights and rows are exact in float16, so any difference comes from rounding during the
+    computation.
     """
     encoder_class = towers()[name]
     if hasattr(encoder_class, "config_class") and hasattr(encoder_class.config_class, "tiny"):
@@ -124,8 +125,8 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
     """Compare each tower in float32 and float16 with float32 on a CPU.
 
-    Towers run eagerly and as graphs that replay two items in the order A, B, A. With `compiled`, only the compiled
-    towers run.
+    Towers run eagerly and as graphs that replay two items in the order A, B, A. With `compiled`,
+    only the compiled towers run.
     """
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, which needs compute capability 8.0 or higher")
@@ -275,8 +276,8 @@ def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
 def _draw_weights(encoder: Any) -> torch.Generator:
     """Draw large weights, so attention is sharp, and wrong positions change the output by a tenth or more.
 
-    A layer's outputs are 1.6 times as wide as its inputs at every layer width. Returns the generator, for drawing the
-    inputs.
+    A layer's outputs are 1.6 times as wide as its inputs at every layer width. Returns the
+    generator, for drawing the inputs.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -318,8 +319,8 @@ def _growth(encoder: Any, rows: Tensor, layouts: list) -> float:
 def _allowed(encoder: Any, dtype: torch.dtype) -> float:
     """Return the allowed error as a share of the largest value: a dozen roundings for each block, and for two more.
 
-    n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps. In float32, the
-    sums inside a matmul, with several hundred terms, also count.
+    n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps.
+    In float32, the sums inside a matmul, with several hundred terms, also count.
     """
     blocks = len(list(encoder.blocks))
     roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)
