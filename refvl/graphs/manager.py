@@ -278,8 +278,7 @@ class EncoderGraphManager:
                 of_batch = [rows[part] for part in parts]
                 together = of_batch[0] if len(parts) == 1 else torch.cat(of_batch)
                 embeds = self._encode(batch, together, metadata)
-                tokens = [plan.sizes[part][1] for part in parts]
-                outputs |= zip(parts, embeds.split(tokens), strict=True)
+                outputs |= zip(parts, embeds.split([plan.sizes[part][1] for part in parts]), strict=True)
             for batch in batches:
                 self._stats[batch.path].count(batch)
             self.last_batches = batches
