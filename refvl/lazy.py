@@ -1,7 +1,6 @@
 """The public names of a folder, imported from their files on first use, so importing the folder costs nothing."""
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -17,8 +16,3 @@ def find_name(package: str, files: Mapping[str, str], name: str) -> Any:
     if name in files:
         return import_module(f"{package}.{name}")
     raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-
-def lazily(package: str, files: Mapping[str, str], names: Iterable[str]) -> tuple[Callable, Callable]:
-    """Return the `__getattr__` and the `__dir__` of a package with these public names."""
-    return partial(find_name, package, files), lambda: [*names, *files]

@@ -3,7 +3,9 @@
 The encoders do not depend on prompts.
 """
 
-from refvl.lazy import lazily
+from typing import Any
+
+from refvl.lazy import find_name
 
 FILES = {
     "glm4v": "Glm4vVisionConfig Glm4vVisionTransformer",
@@ -22,4 +24,11 @@ FILES = {
     "vision_utils": "get_vision_encoder_info get_vit_attn_backend resolve_visual_encoder_outputs",
 }  # fmt: skip
 __all__ = " ".join(FILES.values()).split()
-__getattr__, __dir__ = lazily(__name__, FILES, __all__)
+
+
+def __getattr__(name: str) -> Any:
+    return find_name(__name__, FILES, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *FILES]

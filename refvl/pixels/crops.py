@@ -109,8 +109,7 @@ class CropLayout(NamedTuple):
     @property
     def newline_mask(self) -> tuple[bool, ...]:
         """For each crop, whether a newline token follows it. Upstream: `patch_newline_mask`."""
-        last = self.crops - 1
-        return tuple((i + 1) % self.columns == 0 and i < last for i in range(self.crops))
+        return tuple((i + 1) % self.columns == 0 and i + 1 < self.crops for i in range(self.crops))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Positions of tokens in the prompt, and the selection of tokens to keep; this code does not depend on any model."""
 
+from typing import Any
+
 import torch
 
-from refvl.lazy import lazily
+from refvl.lazy import find_name
 
 FILES = {
     "canvas": "CanvasMarks canvas_positions",
@@ -18,7 +20,14 @@ FILES = {
     "windows": "get_window_index invert_permutation",
 }  # fmt: skip
 __all__ = " ".join(FILES.values()).split()
-__getattr__, __dir__ = lazily(__name__, FILES, __all__)
+
+
+def __getattr__(name: str) -> Any:
+    return find_name(__name__, FILES, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *FILES]
 
 
 # MKL chooses the kernel for a function when that function is first called. If two threads make this first call at the

@@ -179,8 +179,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def write_video(self, medium: SlicedMedia) -> str:
         """Write frames, or packs of frames, one per line."""
-        sets, _, _ = medium.thw
-        return "\n".join([self.overview_text] * sets)
+        return "\n".join([self.overview_text] * medium.thw[0])
 
     @cached_property
     def reserved_texts(self) -> list[str]:

@@ -93,10 +93,9 @@ def _items(
                 raise ValueError(f"{name}: expected tensors of {counts} tokens, one for each item, got {got}")
             rows = torch.cat(list(rows))
     check_pixel_rows(rows, ((f"patches or tokens of {layouts_name}", sum(counts)), width), name)
-    if embeds is not None:
-        return list(zip(merged, rows.split(counts), strict=True))
-    encoded = Record()
-    model.encode_rows(encoded, rows.split(counts), layouts)
+    encoded = Record(embeds=list(rows.split(counts)))
+    if embeds is None:
+        model.encode_rows(encoded, encoded.embeds, layouts)
     return list(zip(merged, encoded.embeds, strict=True))
 
 

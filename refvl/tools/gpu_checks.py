@@ -224,8 +224,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
     The floor is the time that the tower's matmuls take at the rate of a large matmul.
     """
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
-    patch = encoder.config.patch_size
-    grids = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
+    grids = {f"{side * encoder.config.patch_size} px": [(1, side, side)] for side in bench.sides}
     rate = _matmul_rate(bench, encoder)
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
     for name, grid in grids.items():
@@ -322,8 +321,7 @@ def _allowed(encoder: Any, dtype: torch.dtype) -> float:
     n roundings of at most eps / 2 each, as often up as down, add up to less than 2 * sqrt(n) * eps.
     In float32, the sums inside a matmul, with several hundred terms, also count.
     """
-    blocks = len(list(encoder.blocks))
-    roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)
+    roundings = 12 * (len(list(encoder.blocks)) + 2) * (1 if dtype in HALF else 256)
     return 2 * roundings**0.5 * torch.finfo(dtype).eps
 
 

@@ -3,7 +3,9 @@
 viz computes nothing itself.
 """
 
-from refvl.lazy import lazily
+from typing import Any
+
+from refvl.lazy import find_name
 from refvl.viz.live import live  # at once, because the folder has the same name
 
 FILES = {
@@ -28,4 +30,11 @@ FILES = {
     "windows": "plot_attention_segments plot_window_permutation plot_windows",
 }  # fmt: skip
 __all__ = [*" ".join(FILES.values()).split(), "live"]
-__getattr__, __dir__ = lazily(__name__, FILES, __all__)
+
+
+def __getattr__(name: str) -> Any:
+    return find_name(__name__, FILES, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *FILES]
