@@ -108,8 +108,8 @@ def minicpmv_config(version: str) -> dict:
 def text_config(version: str):
     """transformers' config of the same sizes, spelled out by hand.
 
-    MiniCPM (2.0) is Granite: residuals are scaled by scale_depth / sqrt(layers), and logits divided by
-    hidden / dim_model_base. Embeddings are given to it scaled.
+    MiniCPM (2.0) is Granite: residuals are scaled by scale_depth / sqrt(layers), and logits divided
+    by hidden / dim_model_base. Embeddings are given to it scaled.
     """
     config, cls = minicpmv_config(version), TEXT_CLASSES[version][0]
     theta = {"rope_theta": config.get("rope_theta", 1e4)}

@@ -1,11 +1,13 @@
 """The notebooks' claims under other parameters: `make test-claims`.
 
-A notebook may have a cell of code tagged `parameters` (papermill's convention), with one assignment a line:
+A notebook may have a cell of code tagged `parameters` (papermill's convention), with one assignment
+a line:
 
     first = 0  # the first scene; tried: 100, 200, 300; breaks: 7
 
-Set i takes the i-th value that was tried of each parameter, and every assertion of the notebook has to hold. With a
-value that breaks, and the others as they are, an assertion has to fail: the notebook's "Try to break it" says which.
+Set i takes the i-th value that was tried of each parameter, and every assertion of the notebook has
+to hold. With a value that breaks, and the others as they are, an assertion has to fail: the
+notebook's "Try to break it" says which.
 """
 
 import ast

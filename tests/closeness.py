@@ -1,7 +1,8 @@
 """How far apart two computations of one value may lie: a bound that follows from the arithmetic, on every CPU.
 
-The order in which a sum is rounded depends on the CPU, on the number of threads and on the shapes of a batch, and no
-order is the right one. Neither side is then wrong; what they may differ by follows from how much was rounded.
+The order in which a sum is rounded depends on the CPU, on the number of threads and on the shapes
+of a batch, and no order is the right one. Neither side is then wrong; what they may differ by
+follows from how much was rounded.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 def roundings(steps: int | nn.Module) -> int:
     """How many values are rounded, one after the other, on the way to one output: a count, or that of a module.
 
-    A module's layers follow each other, and each sums over a row of its weights: (out, in), or (out, in, *kernel).
+    A module's layers follow each other, and each sums over a row of its weights: (out, in), or
+    (out, in, *kernel).
     """
     if isinstance(steps, int):
         return steps
@@ -24,10 +26,11 @@ def roundings(steps: int | nn.Module) -> int:
 def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: float | None = None) -> float:
     """2 * sqrt(steps) * eps * scale: eps of what `actual` is computed in, scale the largest of `expected`.
 
-    One step rounds by at most eps / 2, up as often as down: n steps make an error of sqrt(n / 3) * eps / 2, one
-    standard deviation. Two such errors differ by sqrt(2) times as much, and the largest of 10^5 of them is 4.4
-    standard deviations out: 1.8 * sqrt(n) * eps. What is rounded is on the whole as large as what comes out; where it
-    is larger (an angle before its cosine), `scale` says how large.
+    One step rounds by at most eps / 2, up as often as down: n steps make an error of sqrt(n / 3) *
+    eps / 2, one standard deviation. Two such errors differ by sqrt(2) times as much, and the
+    largest of 10^5 of them is 4.4 standard deviations out: 1.8 * sqrt(n) * eps. What is rounded is
+    on the whole as large as what comes out; where it is larger (an angle before its cosine),
+    `scale` says how large.
     """
     size = float(expected.detach().abs().max()) if scale is None and expected.numel() else scale or 0.0
     return 2 * roundings(steps) ** 0.5 * torch.finfo(actual.dtype).eps * size
@@ -37,8 +40,9 @@ def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: f
 def gain(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """How much larger a small relative change of `x` comes out of `function`; at least 1.
 
-    What is rounded early in a deep model grows like it on the way: random weights with sharp attention do that. Where
-    both sides lead through such a model, `scale` is this times the largest of what comes out.
+    What is rounded early in a deep model grows like it on the way: random weights with sharp
+    attention do that. Where both sides lead through such a model, `scale` is this times the largest
+    of what comes out.
     """
     small, noise = 1e-4, torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     before, after = function(x), function(x * (1 + small * noise))

@@ -47,7 +47,8 @@ settings.load_profile("shared machine")
 def width_first():
     """Let one call of Pillow resize the width before the height, so that transformers' Pillow backend does, too.
 
-    Pillow 13.0 takes the other order for some sizes; tests/pixels/test_resize.py holds the order without this.
+    Pillow 13.0 takes the other order for some sizes; tests/pixels/test_resize.py holds the order
+    without this.
     """
     once = Image.Image.resize
 

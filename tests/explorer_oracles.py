@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from refvl.encoders import Qwen2_5_VisionTransformer
-from refvl.positions import (
-    compute_retention_mask,
-    get_window_index,
-    restrict_positions,
-)
+from refvl.positions import compute_retention_mask, get_window_index, restrict_positions
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
 from refvl.study.costs import encoder_operations
 from refvl.study.stale import replay_stale
@@ -127,8 +123,8 @@ def mrope(explorer, state: tuple) -> dict:
 def assert_agree(got, wanted, name: str = "row") -> None:
     """Nested numbers and texts are the same, whatever holds them; numbers with a fraction as 32 bits tell them.
 
-    A float32 has 24 bits; angles of up to 16 rad take 4 of them, sums of up to 64 terms 6: 1e-5 of the largest is left
-    with room to spare for other processors.
+    A float32 has 24 bits; angles of up to 16 rad take 4 of them, sums of up to 64 terms 6: 1e-5 of
+    the largest is left with room to spare for other processors.
     """
     if isinstance(wanted, dict):
         assert got.keys() == wanted.keys(), name

@@ -1,6 +1,7 @@
 """Processes forked from one that has imported everything: a start costs no import.
 
-The server they are forked from starts once and imports what it was told to until then, whoever asks: one list for all.
+The server they are forked from starts once and imports what it was told to until then, whoever
+asks: one list for all.
 """
 
 import multiprocessing

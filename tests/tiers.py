@@ -5,7 +5,8 @@ The quick tier takes from each test its first case, and its first case of every 
 leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
 Hypothesis tries a few examples only.
 
-A test over all families that takes a second per case is marked `matrix`: its other cases are `slow`.
+A test over all families that takes a second per case is marked `matrix`: its other cases are
+`slow`.
 """
 
 from collections.abc import Iterable, Sequence

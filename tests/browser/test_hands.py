@@ -1,7 +1,7 @@
 """Every canvas of every explorer under a mouse, a finger and keys, at three widths and in both themes.
 
-Oracles: no error reaches the page; the sizes that a phone shows; the contrast of WCAG 2 between a text and what was
-painted where it is written.
+Oracles: no error reaches the page; the sizes that a phone shows; the contrast of WCAG 2 between a
+text and what was painted where it is written.
 """
 
 from pathlib import Path

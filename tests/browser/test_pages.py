@@ -60,7 +60,10 @@ def test_both_themes_are_drawn(explorer, theme):
 
 
 def test_the_address_leads_back_to_the_state(explorer):
-    """What was done stands in the address; opened again, it shows the same. An address of elsewhere is ignored."""
+    """What was done stands in the address; opened again, it shows the same.
+
+    An address of elsewhere is ignored.
+    """
     name, file, page, _, _ = explorer
     index, address = shown(page.locator(".refvl")), page.url
     assert address.startswith(f"{file.as_uri()}#{index}.")

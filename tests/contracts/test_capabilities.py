@@ -1,7 +1,7 @@
 """What each family can do (`Family.can`): every yes gives the answer of the plain run, every no is refused by name.
 
-Oracle: the greedy ids of one plain run of the same request. Two forwards that round in other orders may only differ
-where the best two tokens are nearer than rounding, which they are in none of these.
+Oracle: the greedy ids of one plain run of the same request. Two forwards that round in other orders
+may only differ where the best two tokens are nearer than rounding, which they are in none of these.
 """
 
 import re

@@ -1,7 +1,8 @@
 """What every encoder keeps, whatever its family. A new one is one more `Case`; what is particular to it stays apart.
 
-An oracle is transformers' tower on the same weights where there is one. MiniCPM-V's are the padded forms of tower and
-resampler, and Step3's its squares one by one, which their own files compare with golden results.
+An oracle is transformers' tower on the same weights where there is one. MiniCPM-V's are the padded
+forms of tower and resampler, and Step3's its squares one by one, which their own files compare with
+golden results.
 """
 
 import functools
@@ -384,7 +385,8 @@ def test_every_weight_is_trained(case):
 def test_blocks_can_be_watched(case):
     """A watched copy gives the same embeddings; in each block every patch stands in one segment, its weights sum to 1.
 
-    Segments never hold patches of two items. That the weights are right is tested in tests/journeys/test_watch.py.
+    Segments never hold patches of two items. That the weights are right is tested in
+    tests/journeys/test_watch.py.
     """
     encoder, rows = built(case), rows_for(case, case.mixed)
     if case.folds:

@@ -248,7 +248,10 @@ def typed(mark: str) -> list[list[dict]]:
 
 @every
 def test_special_tokens_in_a_users_text_are_text(parts, name):
-    """Oracle: the same prompt with another word. Turns, media and placeholders are as many, and the words are read."""
+    """Oracle: the same prompt with another word.
+
+    Turns, media and placeholders are as many, and the words are read.
+    """
     processor = parts(name).processor
     special = {i for i, t in processor.tokenizer.added_tokens_decoder.items() if t.special}
     merged = merged_of(processor, processor.messages([user(image(LARGE))]))

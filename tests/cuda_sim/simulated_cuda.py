@@ -1,7 +1,8 @@
 """CUDA devices on a CPU build of torch: true numbers, CUDA's rules.
 
-A `CudaTensor` says `cuda:0` and holds its numbers in a tensor on the CPU. Every ATen call on one, and every call that
-makes one, passes `Machine.run`, which enforces what a GPU would, counts, and computes on the CPU:
+A `CudaTensor` says `cuda:0` and holds its numbers in a tensor on the CPU. Every ATen call on one,
+and every call that makes one, passes `Machine.run`, which enforces what a GPU would, counts, and
+computes on the CPU:
 
     devices          operands share one; only CPU scalars may join them
     waiting          reading a value back, a copy to the host, a copy from pageable memory, a shape that depends on
@@ -12,7 +13,8 @@ makes one, passes `Machine.run`, which enforces what a GPU would, counts, and co
                      place, and Python is not executed again
     workspaces       of matrix products, one per stream, as torch keeps them up to 2.14
 
-What it cannot show: speed, the numbers of CUDA's own kernels, races between streams, how the allocator cuts memory.
+What it cannot show: speed, the numbers of CUDA's own kernels, races between streams, how the
+allocator cuts memory.
 """
 
 import contextlib
@@ -230,9 +232,9 @@ class Machine:
     def copy(self, source: Tensor, target: Tensor | None, to_device: bool, non_blocking: bool) -> str:
         """Count a copy between host and device; one on the device is a kernel like any other. target: None for new.
 
-        Copies from pinned memory and to it are done when the stream is waited for. Pageable memory is staged: large
-        copies from it wait, and copies to it always do. What `.to("cpu", non_blocking=True)` makes is pinned. Returns
-        what the host waits for, if anything.
+        Copies from pinned memory and to it are done when the stream is waited for. Pageable memory
+        is staged: large copies from it wait, and copies to it always do. What `.to("cpu",
+        non_blocking=True)` makes is pinned. Returns what the host waits for, if anything.
         """
         if isinstance(source, CudaTensor):
             is_async = to_device or (non_blocking and (target is None or is_pinned(target)))

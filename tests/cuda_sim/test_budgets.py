@@ -1,8 +1,9 @@
 """What encoding asks of the host and of the device, counted: these numbers may fall, not rise.
 
-Tiny towers with random weights; the numbers do not depend on their widths. A copy is one transfer to the device, a wait
-is the host waiting for it, a kernel is an ATen call on the device that is no view. Where a kernel first copies what it
-cannot read as it lies, as that of RMSNorm does with the queries and keys of GLM-OCR, that is not counted.
+Tiny towers with random weights; the numbers do not depend on their widths. A copy is one transfer
+to the device, a wait is the host waiting for it, a kernel is an ATen call on the device that is no
+view. Where a kernel first copies what it cannot read as it lies, as that of RMSNorm does with the
+queries and keys of GLM-OCR, that is not counted.
 """
 
 from collections import Counter

@@ -1,7 +1,8 @@
 """`refvl/graphs/cuda.py` and the manager's CUDA branch, as a driver sees them: pools, streams, modes, failures.
 
 The driver is the simulated device: it keeps what every capture was asked for. Oracle: the rules of
-`torch.cuda.CUDAGraph` (a shared pool for graphs that do not run at once, captures off the current stream).
+`torch.cuda.CUDAGraph` (a shared pool for graphs that do not run at once, captures off the current
+stream).
 """
 
 import pytest
@@ -92,7 +93,10 @@ def test_capture_in_and_out_of_inference_mode(machine, case, inference):
 
 
 def test_a_graph_keeps_its_workspaces_when_others_clear_theirs(machine, case):
-    """Code compiled with "reduce-overhead" clears them, before or after the capture. Oracle: the eager encoder."""
+    """Code compiled with "reduce-overhead" clears them, before or after the capture.
+
+    Oracle: the eager encoder.
+    """
     manager, rows, layouts, wanted = on_device(case)
     rows @ rows.T
     torch._C._cuda_clearCublasWorkspaces()

@@ -187,7 +187,10 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize(("release", "mode"), [("2.11.0", "default"), ("2.12.1", "default"), ("2.13.0", None)])
 def test_streams_of_old_releases_decode_without_graphs(compiled, monkeypatch, release, mode):
-    """torch 2.11 and 2.12 record a decode step in one thread alone. From 2.13 on transformers' own mode is used."""
+    """torch 2.11 and 2.12 record a decode step in one thread alone.
+
+    From 2.13 on transformers' own mode is used.
+    """
     folder, (question, media) = DATA / "checkpoints" / "tiny-qwen2_5_vl", CASES["tiny-qwen2_5_vl"]
     with simulated_cuda():
         vlm = refvl.load(folder, device="cuda", dtype="bfloat16", compile=True, max_cache_len=256, progress=False)

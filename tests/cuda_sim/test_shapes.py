@@ -1,7 +1,8 @@
 """Every released config at its true size on fake CUDA tensors: shapes, dtypes and devices fit, in every backend.
 
-A fake tensor has a shape, a dtype and a device, and no memory; torch's own rules for CUDA say what comes of each call.
-Oracle: `item_size`, which counts tokens without a tower. Run by `make test-shapes`.
+A fake tensor has a shape, a dtype and a device, and no memory; torch's own rules for CUDA say what
+comes of each call. Oracle: `item_size`, which counts tokens without a tower. Run by `make
+test-shapes`.
 """
 
 from dataclasses import fields, is_dataclass, replace

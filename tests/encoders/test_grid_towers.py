@@ -158,7 +158,10 @@ def upstream_clamp(x, offset=1000):
     ids=str,
 )
 def test_the_clamp_equals_upstream_s(values):
-    """Oracle: `upstream_clamp` of one row. Values near the maximum are left alone unless something overflowed."""
+    """Oracle: `upstream_clamp` of one row.
+
+    Values near the maximum are left alone unless something overflowed.
+    """
     x = torch.tensor(values, dtype=torch.float16)
     beside = torch.full_like(x, 65504)
     rows = clamp_overflow(torch.stack([x, beside]))

@@ -8,10 +8,7 @@ import pytest
 import torch
 from closeness import assert_agree, assert_differ
 from torch import nn
-from transformers import (
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from refvl.encoders import resolve_visual_encoder_outputs
 

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    CLIPVisionConfig,
-    Qwen2_5_VLConfig,
-)
+from transformers import CLIPVisionConfig, Qwen2_5_VLConfig
 
 from refvl import attention
 from refvl.encoders import get_vision_encoder_info, get_vit_attn_backend

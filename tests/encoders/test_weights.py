@@ -1,6 +1,7 @@
 """Strict loading: every naming fills every parameter, and nothing that does not fit is accepted silently.
 
-That an encoder loads its own weights, and names everything that does not fit, is in `contracts/test_encoders.py`.
+That an encoder loads its own weights, and names everything that does not fit, is in
+`contracts/test_encoders.py`.
 """
 
 import re

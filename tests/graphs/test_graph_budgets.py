@@ -253,7 +253,8 @@ def most_windows_of_a_frame(tokens, side):
 def test_no_batch_has_more_windows_than_the_bound_and_some_batch_has_as_many(side):
     """Oracle: every shape of every frame, and the worst way to share the tokens among the frames.
 
-    All up to 24 tokens in up to 6 frames; a video is that many frames of one shape, so it is among them.
+    All up to 24 tokens in up to 6 frames; a video is that many frames of one shape, so it is among
+    them.
     """
     most_tokens, most_frames = 24, 6
     of_a_frame = [0] + [most_windows_of_a_frame(n, side) for n in range(1, most_tokens + 1)]

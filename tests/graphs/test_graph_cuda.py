@@ -1,8 +1,9 @@
 """The CUDA backend keeps the equations of test_graph_manager.py: `python -m pytest -m gpu`.
 
-Oracle: the eager encoder on the same device. Attention is the same kernel in both; matrix products of other heights may
-take other kernels, so each element differs by some roundings: the error is bounded relative to the norm. bfloat16
-rounds by 2^-9, and some twenty roundings of two blocks add up like their root; float32 runs the masked attention.
+Oracle: the eager encoder on the same device. Attention is the same kernel in both; matrix products
+of other heights may take other kernels, so each element differs by some roundings: the error is
+bounded relative to the norm. bfloat16 rounds by 2^-9, and some twenty roundings of two blocks add
+up like their root; float32 runs the masked attention.
 """
 
 from concurrent.futures import ThreadPoolExecutor

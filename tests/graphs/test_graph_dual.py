@@ -9,12 +9,7 @@ from closeness import assert_agree
 from graph_families import build
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
-from refvl.graphs import (
-    Batch,
-    CaptureError,
-    EncoderGraphManager,
-    plan_paired_batches,
-)
+from refvl.graphs import Batch, CaptureError, EncoderGraphManager, plan_paired_batches
 from refvl.study.report import Trace
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())

@@ -155,7 +155,6 @@ def test_an_encoder_that_reads_a_value_back_is_refused():
     [
         ({"backend": "graph"}, r"backend: expected one of \('auto', 'cuda', 'trace'\), got 'graph'"),
         ({"backend": "cuda"}, "backend: 'cuda' needs an encoder on CUDA, got an encoder on cpu"),
-        ({"policy": "best"}, r"policy: expected one of \('greedy', 'optimal'\), got 'best'"),
         ({"budgets": [2, 64]}, r"max_items: must not exceed the smallest budget, got 3 for budgets \[2, 64\]"),
     ],
 )

@@ -31,7 +31,10 @@ def eager_switching():
 
 
 def in_threads(function, count=THREADS):
-    """`function(i)` in `count` threads that start together; what they return. An exception of one is raised here."""
+    """`function(i)` in `count` threads that start together; what they return.
+
+    An exception of one is raised here.
+    """
     barrier = threading.Barrier(count)
 
     def run(i):
@@ -73,7 +76,8 @@ MANAGERS = [
 def test_every_caller_gets_its_own_embeddings(family, count, calls=5):
     """Oracle: each item alone through the eager encoder. The first calls of all threads capture together.
 
-    Several managers on one encoder capture and replay at once: the recorder's modes belong to their threads.
+    Several managers on one encoder capture and replay at once: the recorder's modes belong to their
+    threads.
     """
     encoder = build(family)
     managers = [manager_of(encoder) for _ in range(count)]
@@ -100,7 +104,10 @@ def test_a_recording_holds_its_own_thread_s_operations_only():
 
 @pytest.mark.parametrize("folder", ["tiny-qwen2_5_vl", "tiny-step3"])
 def test_a_model_answers_every_thread_about_its_own_picture(folder):
-    """Oracle: the same model without graphs, one question after the other. The trace tells of its own picture."""
+    """Oracle: the same model without graphs, one question after the other.
+
+    The trace tells of its own picture.
+    """
     model = refvl.load(DATA / "checkpoints" / folder, device="cpu", graphs=True, progress=False)
     graphs, model.graphs = model.graphs, None
     pictures = [torch.full((84, 84, 3), 30 * i, dtype=torch.uint8).numpy() for i in range(4)]

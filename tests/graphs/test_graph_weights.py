@@ -66,7 +66,10 @@ PAIRS += [pair(family, edit_the_data) for family in FAMILIES if family not in KI
 
 @pytest.mark.parametrize(("family", "change"), PAIRS)
 def test_graphs_follow_the_weights(family, change):
-    """Oracle: a fresh encoder of the changed weights, without graphs. The sizes are those seen before the change."""
+    """Oracle: a fresh encoder of the changed weights, without graphs.
+
+    The sizes are those seen before the change.
+    """
     encoder, layouts = build(family), layouts_of(family)
     manager = manager_of(encoder)
     check(encoder, manager, encoder, layouts)

@@ -5,8 +5,8 @@ one, and a text model of transformers reads everything again at each step.
 What one family does alone follows below; the golden prompts are vLLM's.
 
 transformers 5.10 to 5.23 and vLLM 0.32 keep the marks that Qwen3-VL's chat template writes around a
-video. In 4.57, those of the frames take their place, as in refvl. Prompts go to transformers as ids,
-so that only the tests of the wording see a difference.
+video. In 4.57, those of the frames take their place, as in refvl. Prompts go to transformers as
+ids, so that only the tests of the wording see a difference.
 """
 
 import itertools

@@ -64,7 +64,10 @@ def test_positions_are_those_of_the_function(model):
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5"])
 def test_decode_step_k_is_at_length_plus_k_plus_delta(name, num_beams):
-    """On every axis, wherever the last column is, alone and together. Oracle: what transformers' model is given."""
+    """On every axis, wherever the last column is, alone and together.
+
+    Oracle: what transformers' model is given.
+    """
     vlm, seen = random_model(name), []
     listen = vlm.language_model.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["position_ids"].unique().tolist()), with_kwargs=True

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from refvl.merge import (
-    MediaTokens,
-    find_media_spans,
-    keep_in_prompt,
-    left_pad,
-    merge_embeddings,
-)
+from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import MediaSpan
 from refvl.processors.chat import expand_placeholders
 

@@ -41,14 +41,9 @@ def test_a_trace_keeps_what_the_rule_keeps(name, rule):
     if run.deepstack.numel():  # transformers takes none beside embeddings
         return
     length = len(run.input_ids)
-    theirs = their_model(name).generate(
-        input_ids=run.input_ids[None],
-        inputs_embeds=run.inputs_embeds[None],
-        position_ids=run.positions[:, None],
-        attention_mask=torch.ones(1, length),
-        max_new_tokens=8,
-        do_sample=False,
-    )
+    given = {"input_ids": run.input_ids[None], "inputs_embeds": run.inputs_embeds[None]}
+    given |= {"position_ids": run.positions[:, None], "attention_mask": torch.ones(1, length)}
+    theirs = their_model(name).generate(**given, max_new_tokens=8, do_sample=False)
     assert run.token_ids == theirs[0, length:].tolist()
 
 

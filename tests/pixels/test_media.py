@@ -307,7 +307,10 @@ def test_packets_without_a_frame(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("matrix", QUARTER_TURNS, ids=str)
 def test_display_matrices(tmp_path, matrix):
-    """Oracle: the filters transpose, hflip and vflip as FFmpeg's program chooses them. Phones write such matrices."""
+    """Oracle: the filters transpose, hflip and vflip as FFmpeg's program chooses them.
+
+    Phones write such matrices.
+    """
     plain = write_clip(tmp_path / "plain.mp4", counting_frames(4))
     shown = tmp_path / "shown.mp4"
     shown.write_bytes(with_matrix(plain.read_bytes(), *matrix))

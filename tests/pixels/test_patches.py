@@ -1,7 +1,8 @@
 """Patch rows: equal to transformers' two backends, and to formulas slow enough to be obviously right.
 
-The Pillow backend (`Qwen2VLImageProcessorPil`) is the oracle of images. The oracle of clips is the torchvision backend;
-where torchvision is missing those tests are skipped, and the formulas of this file still hold the same numbers.
+The Pillow backend (`Qwen2VLImageProcessorPil`) is the oracle of images. The oracle of clips is the
+torchvision backend; where torchvision is missing those tests are skipped, and the formulas of this
+file still hold the same numbers.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """Slices. Oracles: vLLM's golden grids, transformers' MiniCPM-V 4.6 image processor, torch's unfold.
 
-Version 4.6 rounds sides to four patches, the versions here to one: where it is the oracle, its rounding is told so.
+Version 4.6 rounds sides to four patches, the versions here to one: where it is the oracle, its
+rounding is told so.
 """
 
 import json

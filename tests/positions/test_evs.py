@@ -1,7 +1,7 @@
 """EVS: what survives, where it stands, and that no way of cutting the prompt changes either.
 
-The definition: the pruned layout is the full layout restricted to what is kept. Golden data from vLLM 0.33.0 is
-matched where upstream agrees with that; `test_upstream.py` shows where it does not.
+The definition: the pruned layout is the full layout restricted to what is kept. Golden data from
+vLLM 0.33.0 is matched where upstream agrees with that; `test_upstream.py` shows where it does not.
 """
 
 import json
@@ -158,8 +158,8 @@ def test_nothing_changes_at_rate_zero(thw, t_factor, before, after, seed):
 class Pruned:
     """A pruned prompt: its ids, the pieces of its media, and what the definition says about its positions.
 
-    parts: text lengths and media ("image" | "video", thw merged, t_factor, keep mask), each medium set between
-    vision start and vision end.
+    parts: text lengths and media ("image" | "video", thw merged, t_factor, keep mask), each medium
+    set between vision start and vision end.
     """
 
     def __init__(self, parts):
@@ -213,8 +213,8 @@ def pruned_prompts(draw):
 def test_any_chunking_gives_the_definition(prompt, from_full_layout, data):
     """Oracle: the full layout restricted to what is kept, after every chunk, from either initial layout.
 
-    Cuts fall anywhere - inside media, at vision start, in text - and a chunk's share of a medium may itself come
-    in two pieces or with empty ones between.
+    Cuts fall anywhere - inside media, at vision start, in text - and a chunk's share of a medium
+    may itself come in two pieces or with empty ones between.
     """
     length = len(prompt.ids)
     cuts = data.draw(st.lists(st.integers(0, length), max_size=6).map(sorted), label="cuts")

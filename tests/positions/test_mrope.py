@@ -19,8 +19,9 @@ VISION_START, VISION_END, IMAGE, VIDEO = 151652, 151653, 151655, 151656
 def slow_positions(prompt, span_of=lambda media: max(max(p) for p in media)):
     """One loop over a prompt of ("text", n) and ("image" | "video", t, h, w, t_factor) items.
 
-    Text advances all axes together; a medium adds its grid to where text stopped, time scaled, then truncated;
-    text continues behind the last position that `span_of` the medium's relative positions counts.
+    Text advances all axes together; a medium adds its grid to where text stopped, time scaled, then
+    truncated; text continues behind the last position that `span_of` the medium's relative
+    positions counts.
     """
     positions, here = [], 0
     for kind, *sizes in prompt:
@@ -132,9 +133,10 @@ def ends_behind_time(item):
 def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(prompt):
     """Oracle: `get_rope_index` of transformers 5.17 to 5.23, whose rule is not ours.
 
-    They continue text max(h, w) behind the start of a video, whatever its time positions; ours (and that of 5.2 and
-    of vLLM) continues behind the largest position on any axis. 5.17 also truncates the seconds per grid to an integer.
-    Seconds are eighths here, so that no rounding of their float32 product enters.
+    They continue text max(h, w) behind the start of a video, whatever its time positions; ours (and
+    that of 5.2 and of vLLM) continues behind the largest position on any axis. 5.17 also truncates
+    the seconds per grid to an integer. Seconds are eighths here, so that no rounding of their
+    float32 product enters.
     """
     if version("transformers").startswith("5.17."):
         prompt = [(*item[:4], 2.0 * int(item[4] / 2)) if item[0] == "video" else item for item in prompt]

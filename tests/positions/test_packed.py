@@ -53,7 +53,8 @@ def features_of(traces: list, placeholders: torch.Tensor) -> list[dict]:
 def test_packed_prompts_give_the_losses_and_gradients_of_separate_ones(name):
     """To 1e-6, as routers of experts are float32 in any case; with the rows of M-RoPE alone prompts see each other.
 
-    A prompt without labels adds nothing; text needs no DeepStack features, and no prompt a mask of ones.
+    A prompt without labels adds nothing; text needs no DeepStack features, and no prompt a mask of
+    ones.
     """
     features = features_of(traces_of(name), torch.tensor(list(random_model(name).token_ids.values())))
     language_model = copy.deepcopy(random_model(name).language_model).double()

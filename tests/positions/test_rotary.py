@@ -54,8 +54,9 @@ def test_equals_the_slow_formula(problem, head_dim, theta):
 def test_application_equals_transformers(dtype):
     """Oracle: `apply_rotary_pos_emb_vision`, which takes each angle twice, and both against float64.
 
-    Of two products and a sum, each rounded to float32, then to dtype, whose smallest numbers have equal steps. Where
-    the CPU adds a product in one step it is rounded once less than in transformers, so bits may differ.
+    Of two products and a sum, each rounded to float32, then to dtype, whose smallest numbers have
+    equal steps. Where the CPU adds a product in one step it is rounded once less than in
+    transformers, so bits may differ.
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 

@@ -8,11 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
-from refvl.positions import (
-    MediaSpan,
-    compute_mrope_for_media,
-    restrict_positions,
-)
+from refvl.positions import MediaSpan, compute_mrope_for_media, restrict_positions
 from refvl.study.releases import (
     bfloat16_position_channels,
     larger_side_positions,
@@ -27,7 +23,8 @@ CLIP = MediaSpan(3, t=10, h=2, w=3, t_factor=2 * 1.7)
 def unpruned(case):
     """(tokens, spans, keep) of the prompt from which a golden case was pruned, found by its media's positions.
 
-    A kept token is matched with the first token of the whole medium, from the last match on, that has its position.
+    A kept token is matched with the first token of the whole medium, from the last match on, that
+    has its position.
     """
     spans, keep, done = [], [], 0
     for medium in case["media"]:

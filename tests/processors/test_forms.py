@@ -1,7 +1,8 @@
 """Messages as other libraries write them: the rows of the table in docs/use.md.
 
-Oracles: for images, transformers' template, tokenizer and Pillow processor with images that were opened by hand; for
-videos, the times of transformers' `VideoMetadata`, and frames by hand. The rules of qwen-vl-utils are written out here.
+Oracles: for images, transformers' template, tokenizer and Pillow processor with images that were
+opened by hand; for videos, the times of transformers' `VideoMetadata`, and frames by hand. The
+rules of qwen-vl-utils are written out here.
 """
 
 import base64

@@ -1,6 +1,7 @@
 """Every claim holds under three other sets of parameters, and breaks where a notebook says so.
 
-Oracle: the notebook's own assertions, run by papermill. `make test-claims`; NB=12 runs one notebook.
+Oracle: the notebook's own assertions, run by papermill. `make test-claims`; NB=12 runs one
+notebook.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Wheel and sdist, tried where no clone is: in a fresh environment, started from an empty folder.
 
-Nothing is downloaded: the environment finds the installed dependencies through a .pth file, but not this clone, whose
-editable install is a .pth file too, and those are read only in an environment's own folder.
+Nothing is downloaded: the environment finds the installed dependencies through a .pth file, but not
+this clone, whose editable install is a .pth file too, and those are read only in an environment's
+own folder.
 """
 
 import os

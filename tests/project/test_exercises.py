@@ -241,11 +241,3 @@ def test_progress_is_remembered_until_it_is_wrong_again(done):
     assert re.search(r">1 of \d+ done<", exercises.progress()._repr_html_())
     exercises.check_window_index(reading_order)
     assert not list(done.iterdir())
-
-
-def test_progress_lists_every_exercise():
-    """Each notebook has one at least, and each check is called by one notebook at most."""
-    chapters = exercises.progress().chapters
-    assert [chapter.name for chapter in chapters] == [path.stem for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))]
-    names = [name for chapter in chapters for name in chapter.exercises]
-    assert all(chapter.exercises for chapter in chapters) and len(names) == len(set(names))

@@ -1,6 +1,7 @@
 """Notebooks as they are committed: executed, in order, light, and defining nothing. Oracle: the file format itself.
 
-That they still run, and each within its time (`notebooks/conftest.py`), is shown by `make test`, which executes them.
+That they still run, and each within its time (`notebooks/conftest.py`), is shown by `make test`,
+which executes them.
 """
 
 import copy

@@ -25,18 +25,6 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
 INSTALLED_EXTRAS = "notebooks,test"
 
 
-def conda_and_pip_lines() -> tuple[list[str], list[str]]:
-    conda = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
-    (pip,) = [line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict)]
-    return conda, pip
-
-
-def two_commands() -> list[str]:
-    """The first code block of the README, without comments: what a newcomer types."""
-    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    return [command for line in block.splitlines() if (command := line.split("#")[0].strip()).startswith("make ")]
-
-
 def test_constraints_pin_one_exact_release_each_and_torch_first():
     assert PINS[0].name == "torch"
     assert len(VERSIONS) == len(PINS)
@@ -52,16 +40,17 @@ def test_every_dependency_is_pinned_and_the_pin_fits():
 
 
 def test_conda_environment_is_the_pip_environment():
-    conda, pip = conda_and_pip_lines()
+    *conda, pip = ENVIRONMENT["dependencies"]
     assert ENVIRONMENT["name"] == PROJECT["name"]
     assert conda == ["python=3.11", "pip"]
     assert SpecifierSet(PROJECT["requires-python"]).contains("3.11")
-    assert pip == [f"torch=={VERSIONS['torch']}", "-c constraints.txt", f"-e .[{INSTALLED_EXTRAS}]"]
+    assert pip["pip"] == [f"torch=={VERSIONS['torch']}", "-c constraints.txt", f"-e .[{INSTALLED_EXTRAS}]"]
 
 
 def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     """`.ci/run` in two parts, so that a newcomer's command is tried; GitHub, where Python differs, as a whole."""
-    assert two_commands() == ["make demo", "make test"]
+    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert re.findall(r"^make (\S+)", block, re.M) == ["demo", "test"]
     script = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.M)
     (job,) = WORKFLOW["jobs"].values()
     assert script == ["demo", "test", "test-rest"]

@@ -8,7 +8,6 @@ what they add and the residual apart and write over both later, and the weights 
 import sys
 from types import SimpleNamespace
 
-import pytest
 import torch
 from shipped import shipped
 from torch import nn
@@ -63,8 +62,8 @@ class Model(nn.Module):
 class Engine:
     """As `vllm.LLM`: greedy, one request."""
 
-    def __init__(self, vlm, scale=1.0):
-        self.vlm, self.scale, self.model = vlm, scale, Model(vlm)
+    def __init__(self, vlm):
+        self.vlm, self.model = vlm, Model(vlm)
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)))
         core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
         self.llm_engine = SimpleNamespace(engine_core=core)
@@ -79,7 +78,7 @@ class Engine:
         for _ in range(params.max_tokens):
             residual = None
             for layer in self.model.language_model.model.layers:
-                hidden, residual = layer(positions * self.scale, hidden, residual)
+                hidden, residual = layer(positions, hidden, residual)
             normed = text.model.norm(hidden + residual)
             ids.append(int(self.model.compute_logits(normed[-1:]).argmax()))
             if ids[-1] in text.generation_config.eos_token_id:
@@ -90,24 +89,14 @@ class Engine:
         return [SimpleNamespace(prompt_token_ids=trace.input_ids.tolist(), outputs=[said])]
 
 
-@pytest.fixture
-def record(monkeypatch):
-    """Record with an engine whose angles are `scale` times as large."""
+def test_a_record_of_vllm_holds_every_stage(monkeypatch):
     vllm = SimpleNamespace(
         __version__="0", SamplingParams=lambda temperature, max_tokens: SimpleNamespace(max_tokens=max_tokens)
     )
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-
-    def record(scale=1.0):
-        monkeypatch.setattr(record_vllm, "start", lambda *args, **options: Engine(shipped(FOLDER.name), scale))
-        return record_vllm.record(str(FOLDER), "What color is the circle?", [PICTURE], [], "float32", 8)
-
-    return record
-
-
-def test_a_record_of_vllm_holds_every_stage(record):
+    monkeypatch.setattr(record_vllm, "start", lambda *args, **options: Engine(shipped(FOLDER.name)))
     trace = shipped(FOLDER.name).trace("What color is the circle?", images=[PICTURE], max_new_tokens=8)
-    stages, answer = record()
+    stages, answer = record_vllm.record(str(FOLDER), "What color is the circle?", [PICTURE], [], "float32", 8)
     compared = refvl.compare(trace, stages)
     assert compared.first is None, compared
     assert compared.not_in_both == [], compared

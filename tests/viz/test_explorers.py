@@ -1,7 +1,7 @@
 """The contract of explorers: every one of the gallery passes, by one line in `explorer_oracles.ORACLES`.
 
-Oracle of the tables: refvl's functions, called again for a sample of states. What a browser makes of them is tested in
-`tests/browser/`.
+Oracle of the tables: refvl's functions, called again for a sample of states. What a browser makes
+of them is tested in `tests/browser/`.
 """
 
 import base64

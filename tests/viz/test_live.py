@@ -1,6 +1,7 @@
 """The live page's modules in node, as the page bundles them. Oracle: refvl's own trace of the same pixels and words.
 
-Tolerances: both sides compute in float32, in another order of sums; 1e-3 is about 1e5 roundings of values of 30.
+Tolerances: both sides compute in float32, in another order of sums; 1e-3 is about 1e5 roundings of
+values of 30.
 """
 
 import itertools
@@ -151,7 +152,10 @@ def test_answers_are_refvls(checkpoint, count, tmp_path):
 
 
 def test_breaks_change_what_they_say(tmp_path):
-    """Swapped h and w: the transposed place. Reversed t: the opposite way. No image: no object. Oracle: the scene."""
+    """Swapped h and w: the transposed place.
+
+    Reversed t: the opposite way. No image: no object. Oracle: the scene.
+    """
     drawn = (scenes.draw_scene("test", i) for i in range(99))
     scene = next(scene for scene in drawn if scene.things[0].place in (1, 2, 3, 5, 6, 7))
     thing, place = scene.things[0], scene.things[0].place
@@ -218,7 +222,10 @@ fs.writeFileSync("out", JSON.stringify(found));"""
 
 
 def test_half_of_a_clip_is_dropped_as_evs_does(tmp_path):
-    """The rule of the page's button, in its words, on the embeddings. Oracle: `compute_retention_mask` at 0.5."""
+    """The rule of the page's button, in its words, on the embeddings.
+
+    Oracle: `compute_retention_mask` at 0.5.
+    """
     job = asked("clip", 7) | {"keep": ["tokens"]}
     [found] = run_jobs(tmp_path, "tiny-qwen2_5_vl", [job], quantized=False)
     tokens = json.dumps(found["tokens"])
