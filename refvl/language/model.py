@@ -59,8 +59,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers passes keywords
-        self, input_ids, inputs_embeds=None, past_key_values=None, deepstack_embeds=None, position_shift=None, **kwargs
-    ) -> dict[str, Any]:
+        self, input_ids: Tensor, attention_mask=None, inputs_embeds=None, past_key_values=None, deepstack_embeds=None,
+        position_shift=None, **kwargs,
+    ) -> dict[str, Any]:  # fmt: skip
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
         position_shift: (B, 3), added to the positions of decode steps, which transformers counts on
@@ -73,7 +74,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:
             kwargs["next_sequence_length"] = input_ids.shape[1] - int(past_key_values.get_seq_length())
-        kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
         inputs = base.prepare_inputs_for_generation(input_ids, **kwargs)
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
