@@ -71,9 +71,8 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
         rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack comes after
         return _as_map(rows_MD, [cut.tokens for cut in cuts], boxes)
     m = getattr(model.encoder.config, "spatial_merge_size", 1)
-    states = block_states(model.encoder, patches, [i % depth for i in blocks])
     maps = []
-    for x_NE in states:
+    for x_NE in block_states(model.encoder, patches, [i % depth for i in blocks]):
         side = isqrt(len(patches.rows) // len(x_NE))  # 2 after MiniCPM-V 4.6's fold
         sizes = [(t, h // side, w // side) for t, h, w in (cut.patches for cut in cuts)]
         maps.append(_as_map(_in_reading_order(x_NE, cuts[0], m), sizes, boxes))
