@@ -380,11 +380,11 @@ class TinyGlm4v(SampledTable):
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
         start, (_, h, w) = ids.index(token), self.merged(grid)
-        begin, end = encode("<|begin_of_image|>"), encode("<|end_of_image|>")
+        begin, image, end = map(encode, ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"))
         placed, spans = ids[:start], []
         for second in seconds:
             spans.append(MediaSpan(len(placed) + 1, 1, h, w))
-            placed = [*placed, *begin, *[token] * (h * w), *end, *encode(str(int(second)))]
+            placed = [*placed, *begin, *image * (h * w), *end, *encode(str(int(second)))]
         return placed + ids[start + 1 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:

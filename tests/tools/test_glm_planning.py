@@ -57,6 +57,7 @@ def test_frames_that_fit_are_golden(case):
         assert frames_that_fit(tokens, size, clip, limit=limit) == min(frames, limit)
 
 
+@pytest.mark.usefixtures("width_first")
 @pytest.mark.parametrize("photo", ["coffee", "rocket"])
 @pytest.mark.parametrize("size", [{}, {"size": {"shortest_edge": 112**2, "longest_edge": 2 * 200**2}}])
 def test_pictures_of_glm_ga_equal_its_pillow_processor(photo, size):
