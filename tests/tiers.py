@@ -5,8 +5,8 @@ The quick tier takes from each test its first case, and its first case of every 
 leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
 Hypothesis tries a few examples only.
 
-A test over all families that takes a second per case is marked `matrix`: its other cases are
-`slow`.
+Siblings of another family are `slow`; so are all other cases of a test that is marked `matrix`,
+which takes a second per case.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,10 @@ import pytest
 from hypothesis import settings
 
 FEW_EXAMPLES = 5
+SIBLINGS = (  # families whose code is that of another, but for numbers or a text model of transformers
+    "GLM-4.5V", "GLM-4.6V", "glm46v", "glmga", "qwen3_vl_moe", "qwen3_5_moe", "MiniCPM-V 2.5", "MiniCPM-V 4.0",
+    "MiniCPM-V 4.6, 4x",
+)  # fmt: skip
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 
 
@@ -42,11 +46,12 @@ def quick_tier(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def mark_repeats(items: Sequence[pytest.Item]) -> None:
-    """Of a test that is marked `matrix`, all but the first cases become `slow`."""
-    cases = [item for item in items if item.get_closest_marker("matrix")]
-    first = set(first_cases(cases))
-    for item in cases:
-        if item not in first:
+    """Cases of siblings become `slow`, and the others of a test that is marked `matrix`; first cases
+    never do."""
+    first = set(first_cases(items))
+    for item in items:
+        is_repeat = item.get_closest_marker("matrix") or any(name in item.nodeid for name in SIBLINGS)
+        if is_repeat and item not in first:
             item.add_marker("slow")
 
 

@@ -63,12 +63,7 @@ def hammer(managers, cases, calls):
     return max(in_threads(run))
 
 
-OTHERS = {"MiniCPM-V 2.5", "MiniCPM-V 4.0", "Step3-VL-10B"}  # of the classes of another family, or nearly
-MANAGERS = [
-    *(pytest.param(family, 1, marks=pytest.mark.slow if family in OTHERS else ()) for family in FAMILIES),
-    ("Qwen2.5-VL", 2),
-    ("Step3-VL", 2),
-]
+MANAGERS = [*((family, 1) for family in FAMILIES), ("Qwen2.5-VL", 2), ("Step3-VL", 2)]
 
 
 @pytest.mark.thorough

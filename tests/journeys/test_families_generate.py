@@ -319,13 +319,10 @@ def requests_of(name: str) -> list[str]:
 
 FAMILIES = [*GRIDS, *MINICPM, "Step3-VL", *NEWER]
 MARKS = {name: [NEEDS_5_23, pytest.mark.thorough] for name in NEWER}
-SIBLINGS = {"GLM-4.5V", "GLM-4.6V", "glm46v", "glmga", "qwen3_vl_moe", "qwen3_5_moe", "MiniCPM-V 2.5", "MiniCPM-V 4.0",
-            "MiniCPM-V 4.6, 4x", "Step3-VL-10B"}  # fmt: skip
 CASES = [
-    pytest.param(name, request, marks=[*MARKS.get(name, []), *slow], id=f"{name}, {request}")
+    pytest.param(name, request, marks=MARKS.get(name, []), id=f"{name}, {request}")
     for name in FAMILIES
     for request in requests_of(name)
-    for slow in [[pytest.mark.slow] if name in SIBLINGS and request != requests_of(name)[-1] else []]
 ]
 
 

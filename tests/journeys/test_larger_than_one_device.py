@@ -51,7 +51,7 @@ def work(rank, environment, folder, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tensor_parallel_processes_give_the_same_ids(checkpoint, on_one_device):
     """Two processes hold half of each layer's columns and generate the same."""
     pytest.importorskip("accelerate")

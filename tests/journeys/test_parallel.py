@@ -121,7 +121,7 @@ def alone():
     return {name: run_case(name) for name in CASES}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n} ranks")
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4], ids=lambda n: f"{n} ranks")
 def ranks(request, tmp_path_factory):
     """The results of every rank."""
     folder = tmp_path_factory.mktemp("ranks")

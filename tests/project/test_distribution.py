@@ -107,6 +107,7 @@ def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
     assert (tmp_path / "figures/overview.jpg").is_file()
 
 
+@pytest.mark.slow
 def test_installed_package_finds_every_shipped_model(scripts, tmp_path):
     """`load` accepts each name offline, from an empty folder, and no file is the clone's."""
     names = sorted(path.name for path in CHECKPOINTS.glob("tiny-*"))

@@ -197,7 +197,7 @@ def test_a_loop_that_never_ends_is_stopped(monkeypatch, catch):
     assert exercises.check_window_index(window_index).status == "right"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_debugger_still_steps_after_a_check():
     """What was raised in a thread and then taken back kept the interpreter busy for ever, once it was traced."""
     code = (
