@@ -40,6 +40,9 @@ SCENE = DATA / "pictures" / "scene.png"
 MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
 make = cache(lambda name: GALLERY[name]())
 each_explorer = pytest.mark.parametrize("name", GALLERY)
+each_picture = pytest.mark.parametrize(  # drawing takes a second each
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 4 else ()) for number, name in enumerate(GALLERY)]
+)
 
 
 def plain(value):
@@ -106,7 +109,7 @@ def test_a_control_offers_only_states_that_differ(name):
         assert [pair for pair in pairs if row(pair[0]) == row(pair[1])] == []
 
 
-@each_explorer
+@each_picture
 def test_where_it_cannot_run_there_is_a_picture_and_a_sentence(name):
     """The sentence follows the state."""
     explorer = make(name)
