@@ -110,16 +110,9 @@ def load(
     folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
     config = families.read_config(folder or path_or_id)
     family = families.find_family(config)
-    if graphs:
-        family.require("graphs")
-    if model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None):
-        family.require("quantised")
+    _check_features(family, config, graphs, model_kwargs)
     if stored and folder is not None and not text:
         checkpoints.download_tower(path_or_id, folder, family.vision_prefix, hub)
-    if isinstance(graphs, dict):
-        from refvl.graphs import EncoderGraphManager
-
-        check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone contains no weights; pass a checkpoint folder, or weights='random'")
 
@@ -178,6 +171,18 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
     if model_kwargs and not text:
         raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False omits")
+
+
+def _check_features(family: families.Family, config: PretrainedConfig, graphs: bool | dict | None, options: dict):
+    """Raise ValueError for a feature that the family does not support, and TypeError for unknown options of graphs."""
+    if graphs:
+        family.require("graphs")
+    if options.get("quantization_config") or getattr(config, "quantization_config", None):
+        family.require("quantised")
+    if isinstance(graphs, dict):
+        from refvl.graphs import EncoderGraphManager
+
+        check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
 
 
 def _check_adapters(adapters: Any, folder: Path | None) -> None:

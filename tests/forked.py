@@ -5,6 +5,7 @@ asks: one list for all.
 """
 
 import multiprocessing
+from collections.abc import Callable, Iterable
 
 from torch.distributed import TCPStore
 
@@ -13,6 +14,16 @@ CONTEXT.set_forkserver_preload(
     ["refvl.tools.cli", "refvl.loading", "refvl.serving.export", "refvl.serving.parallel", "refvl.encoders",
      "refvl.graphs", "transformers.generation", "hypothesis"]
 )  # fmt: skip
+
+
+def exit_codes(target: Callable, arguments: Iterable[tuple]) -> list[int | None]:
+    """Call `target` in one process for each tuple of arguments, all at once; return their exit codes."""
+    processes = [CONTEXT.Process(target=target, args=of_one) for of_one in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)  # slow is not wrong
+    return [process.exitcode for process in processes]
 
 
 def torchrun_variables(count: int) -> list[dict[str, str]]:

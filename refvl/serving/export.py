@@ -10,8 +10,8 @@ encodes every n-th item from the r-th on.
 `vllm_inputs` returns these embeddings in the form that vLLM accepts, so vLLM needs no vision tower:
 
     llm = LLM(checkpoint, enable_mm_embeds=True, limit_mm_per_prompt={"image": 0, "video": 0})
-    llm.generate({"prompt": prompt, "multi_modal_data": vllm_inputs("outputs/embeddings",
-    ["coffee.jpg"])})
+    media = vllm_inputs("outputs/embeddings", ["coffee.jpg"])
+    llm.generate({"prompt": prompt, "multi_modal_data": media})
 
 The prompt is the chat template's text, with one placeholder per item. vLLM 0.32 accepts embeddings
 of Qwen2.5-VL and of MiniCPM-V (images only, from 2.6 on). Field names are those of vLLM's

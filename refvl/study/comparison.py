@@ -253,9 +253,8 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     stage, what = name.split("/", 1)
     if name == STATES:
         return f"after layer {row - 1}" if row else "into layer 0"
-    unit = {"decode media": "frame", "patchify": "patch", "prefill": "token id", "decode tokens": "new token"}.get(
-        stage, "token"
-    )
+    units = {"decode media": "frame", "patchify": "patch", "prefill": "token id", "decode tokens": "new token"}
+    unit = units.get(stage, "token")
     if not what.isdecimal():
         return f"at {unit} {row}"
     grid = layouts[int(what)] if int(what) < len(layouts) else None

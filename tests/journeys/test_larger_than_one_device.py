@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from forked import CONTEXT, torchrun_variables
+from forked import CONTEXT, exit_codes, torchrun_variables
 from transformers.distributed import DistributedConfig
 
 import refvl
@@ -56,16 +56,9 @@ def test_tensor_parallel_processes_give_the_same_ids(checkpoint, on_one_device):
     """Two processes hold half of each layer's columns and generate the same."""
     pytest.importorskip("accelerate")
     results = CONTEXT.Queue()
-    processes = [
-        CONTEXT.Process(target=work, args=(rank, environment, checkpoint, results))
-        for rank, environment in enumerate(torchrun_variables(2))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0]
-    found = sorted(results.get(timeout=10) for _ in processes)
+    arguments = [(rank, environment, checkpoint, results) for rank, environment in enumerate(torchrun_variables(2))]
+    assert exit_codes(work, arguments) == [0, 0]
+    found = sorted(results.get(timeout=10) for _ in arguments)
     text = refvl.load(checkpoint, weights="random", device="meta").config.get_text_config()
     half = (text.intermediate_size // 2, text.hidden_size)
     assert found == [(0, half, on_one_device), (1, half, on_one_device)]

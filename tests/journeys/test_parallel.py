@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_agree
-from forked import CONTEXT
+from forked import exit_codes
 from graph_families import build
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,12 +125,8 @@ def alone():
 def ranks(request, tmp_path_factory):
     """The results of every rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [CONTEXT.Process(target=work, args=(rank, request.param, str(folder))) for rank in range(request.param)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)  # slow is not wrong
-    assert [process.exitcode for process in processes] == [0] * request.param
+    arguments = [(rank, request.param, str(folder)) for rank in range(request.param)]
+    assert exit_codes(work, arguments) == [0] * request.param
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

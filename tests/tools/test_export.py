@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from closeness import assert_agree
-from forked import CONTEXT, torchrun_variables
+from forked import exit_codes, torchrun_variables
 from PIL import Image
 from random_models import random_model
 from safetensors.torch import save_file
@@ -177,16 +177,9 @@ def test_two_ranks_share_the_work(vlm, checkpoint, folder, tmp_path):
     (folder / "text.png").write_text("no image")
     command = [checkpoint, folder, "--out", tmp_path / "out", "--device", "cpu", "--data-parallel"]
     said = [tmp_path / "rank0", tmp_path / "rank1"]
-    processes = [
-        CONTEXT.Process(target=encode_as_rank, args=(environment, command, file))
-        for environment, file in zip(torchrun_variables(2), said, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
+    codes = exit_codes(encode_as_rank, zip(torchrun_variables(2), [command] * 2, said, strict=True))
     together = "".join(file.read_text() for file in said)
-    assert any(process.exitcode for process in processes), together
+    assert any(codes), together
     assert together.count("4 encoded, 0 skipped") == 1, together
     assert together.count("refvl: text.png: ") == 1
     check_equal(vlm, folder, tmp_path / "out")
