@@ -150,7 +150,7 @@ def open_shard(file: Path) -> Any:
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, tensor) for every weight whose name matches `pattern`, one tensor at a time."""
     files = weight_files(folder, pattern)
-    for file in tqdm(files, desc="vision weights", unit="shard", disable=not progress, leave=False):
+    for file in tqdm(files, desc="vision weights", unit="shard", disable=not progress or len(files) < 2, leave=False):
         with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118
                 if re.search(pattern, name):

@@ -224,8 +224,7 @@ def is_grid(layout: object) -> bool:
 INSTEAD = {  # the name of an argument or key elsewhere -> what to write here
     "system": "a message with role 'system'", "stop": "stop_strings", "max_tokens": "max_new_tokens",
     **dict.fromkeys(("tools", "enable_thinking", "chat_template_kwargs"), "template_kwargs={...}"),
-    **dict.fromkeys(("resized_height", "resized_width", "total_pixels"), "min_pixels and max_pixels"),
-    **dict.fromkeys(("raw_fps", "video_start", "video_end"), "video_metadata, and pass the frames"),
+    "total_pixels": "max_pixels, the area of a frame", "raw_fps": "video_metadata, and pass the frames",
 }  # fmt: skip
 
 

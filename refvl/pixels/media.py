@@ -11,6 +11,7 @@ shown, which side is up, and how much may be decoded (`MediaLimits`). The steps 
 The file is decoded forward once, without seeking, and only the sampled frames are kept.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from refvl.checks import as_sequence, check_positive, check_positive_int, check_
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
+PART = ("video_start", "video_end")  # in a part of a message: sampling is limited to the frames between these times
+Sampler = Callable[[int, float], Sequence[int]]  # (total_num_frames, source_fps) -> increasing indices
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
@@ -110,7 +113,9 @@ def load_video(
     min_frames: int = 4,
     max_frames: int = 768,
     source_fps: float | None = None,
-    sample: Callable[[int, float], Sequence[int]] | None = None,
+    sample: Sampler | None = None,
+    video_start: float = 0.0,
+    video_end: float = math.inf,
     limits: MediaLimits = LIMITS,
 ) -> Video:
     """Return the sampled frames of a video.
@@ -120,8 +125,9 @@ def load_video(
     sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps`
     per second (default 2), unless source_fps sets their recorded rate or num_frames sets the number to sample. For a
     file, source_fps overrides its times. sample: a function that replaces the sampling rule for a file; it maps
-    (total_num_frames, source_fps) to increasing indices. limits: the limits on decoding. Memory grows with the frames
-    that are kept and not with the length of the video.
+    (total_num_frames, source_fps) to increasing indices. video_start, video_end: the seconds of a file between which
+    frames are sampled, as if it had no others; their times stay those of the file. limits: the limits on decoding.
+    Memory grows with the frames that are kept and not with the length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
     header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
@@ -138,7 +144,10 @@ def load_video(
         source_fps = check_positive(source_fps, "source_fps")
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, os.PathLike)):
-        return _read_file(os.fspath(source), sample or rule, source_fps, limits)
+        part = partial(_sample_part, sample or rule, video_start, video_end)
+        return _read_file(os.fspath(source), part, source_fps, limits)
+    if (video_start, video_end) != (0, math.inf):
+        raise ValueError("video_start, video_end: expected a file, got frames; pass fewer frames")
     if isinstance(source, tuple) and source and isinstance(source[-1], Mapping):
         return with_times(as_frames(source[0], limits=limits), dict(source[1]))
 
@@ -161,27 +170,40 @@ class Listing:
     start: int | None = None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
 
 
-def _read_file(
-    name: str, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
-) -> Video:
-    """Read the frames of a file that `sample` selects. source_fps: a rate that overrides the file's own times."""
+def _sample_part(sample: Sampler, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
+    """Return the frames that `sample` selects between two times in seconds, and how many these are per second.
+
+    Upstream: `calculate_video_frame_range` of qwen-vl-utils.
+    """
+    first, last = math.ceil(start * rate), math.floor(min(end * rate, total - 1))
+    if not 0 <= first <= last:
+        raise ValueError(f"video_start, video_end: no frame of {total / rate:.2f} s is between {start} and {end} s")
+    indices = [first + i for i in sample(last - first + 1, rate)]
+    return indices, len(indices) / (last - first + 1) * rate
+
+
+def _read_file(name: str, sample: Callable, source_fps: float | None, limits: MediaLimits) -> Video:
+    """Read the frames of a file that `sample` selects, as `_sample_part` does.
+
+    source_fps: a rate that overrides the file's own times.
+    """
     if not os.path.isfile(name):  # nothing, a URL, a folder, or a pipe, which would block
         raise FileNotFoundError(f"video: no such file: {name}")
     with _opened(name) as container:
         listing = _list_frames(container, name, limits)
     if source_fps is not None:
         listing = replace(listing, rate=source_fps, start=None)
-    indices = sample(listing.total, listing.rate)
+    indices, fps = sample(listing.total, listing.rate)
     frames, ticks, decoded = _decode_forward(name, indices, limits)
     if 0 < decoded <= indices[-1]:  # some packets contain no frame of their own
         scale = 1.0 if listing.start is None else decoded / listing.total  # the duration stays the same
         listing = replace(listing, total=decoded, rate=listing.rate * scale)
-        indices = sample(listing.total, listing.rate)
+        indices, fps = sample(listing.total, listing.rate)
         frames, ticks, decoded = _decode_forward(name, indices, limits)
     if not decoded:
         raise ValueError(f"video: {name} has no frames that can be decoded")
 
-    video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
+    video = replace(_make_video(frames, indices, listing.total, listing.rate), fps=fps, source=name)
     times = sorted(tick for tick in ticks if tick is not None)
     if listing.start is None or len(times) < len(ticks):
         return video

@@ -33,13 +33,23 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, blame, check_names, check_number, check_positive, check_positive_int, read_json
+from refvl.checks import (
+    Grid,
+    blame,
+    check_names,
+    check_number,
+    check_positive,
+    check_positive_int,
+    check_positive_ints,
+    read_json,
+)
 from refvl.pixels.images import resize
 from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
 RESIZERS = {"pillow": f"Pillow {PIL.__version__}", "torchvision": f"torch {torch.__version__}"}
 SIZES = ("min_pixels", "max_pixels")  # the pixel budget, in a file or in a part of a message
+RESIZED = ("resized_height", "resized_width")  # in a part of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,16 +242,15 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
     num_frames: the number of frames in the whole video, which determines their size, if `frames` are only some of them.
     """
-    pixels_TCHW = resize_frames(frames, config, num_frames)
+    given, height, width, _ = frames.shape
+    pixels_TCHW = resize_frames(frames, config.target_size(height, width, num_frames or given))
     Tp = config.temporal_patch_size
     rows, grid = cut_rows(pixels_TCHW, config, Tp=1 if len(pixels_TCHW) == 1 else Tp)
     return Levels(rows, level_table(config, fused=True), Tp), grid
 
 
-def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:
-    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8 in torch, bicubic with antialiasing, exact on 8-bit values."""
-    given, height, width, _ = frames.shape
-    size = config.target_size(height, width, num_frames or given)
+def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """Resize (T, H, W, 3) uint8 to (T, 3, *size) uint8 in torch, bicubic with antialiasing, exact on 8-bit values."""
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
@@ -249,18 +258,24 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 def fit(medium: Any, config: Any, sizes: dict) -> Any:
     """Return an image or a Video in the size that its message asks for; the checkpoint's rule follows.
 
-    sizes: `min_pixels` and `max_pixels` of the image, or of each frame. Upstream: `fetch_image` and `fetch_video` of
-    qwen-vl-utils, in which videos also have the budget of `PatchConfig.for_video`.
+    sizes: `min_pixels` and `max_pixels` of the image, or of each frame; or both sides of `RESIZED`, which are rounded
+    to whole tokens. Upstream: `fetch_image` and `fetch_video` of qwen-vl-utils, in which videos also have the budget of
+    `PatchConfig.for_video`.
     """
     if not isinstance(config, PatchConfig):
         raise ValueError(f"{', '.join(sizes)}: this model cuts images into slices; resize the image before you pass it")
     is_video, token = isinstance(medium, Video), config.factor**2
-    least, most = (128 * token, 768 * token) if is_video else (4 * token, 16_384 * token)
+    height, width = medium.frames.shape[1:3] if is_video else medium.size[::-1]
+    asked = {name: sizes.get(name) for name in RESIZED}
+    if is_asked := any(asked.values()):
+        (height, width), sizes = check_positive_ints(**asked), {}
+    least, most = (128 * token, 768 * token) if is_video and not is_asked else (4 * token, 16_384 * token)
     limits = {"min_pixels": least} | sizes | {"max_pixels": min(most, sizes.get("max_pixels", most))}
-    rule = PatchConfig(patch_size=config.factor, merge_size=1, cap_pixels_per_frame=is_video, **limits)
+    rule = PatchConfig(patch_size=config.factor, merge_size=1, cap_pixels_per_frame=is_video and not is_asked, **limits)
     if not is_video:
-        return resize(medium, *rule.target_size(medium.height, medium.width))
-    return replace(medium, frames=resize_frames(medium.frames, rule).permute(0, 2, 3, 1).numpy())
+        return resize(medium, *rule.target_size(height, width))
+    frames = resize_frames(medium.frames, rule.target_size(height, width, len(medium.frames)))
+    return replace(medium, frames=frames.permute(0, 2, 3, 1).numpy())
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from refvl.merge import FramewiseMedia, MediaTokens
-from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image, load_video
-from refvl.pixels.patches import SIZES, Levels, PatchConfig, Patches, fit, levels_of_frames, levels_of_image, plan_grid
-from refvl.processors.messages import as_messages, map_texts, media_of
+from refvl.pixels.media import LIMITS, PART, MediaLimits, Video, load_image, load_video
+from refvl.pixels.patches import Levels, PatchConfig, Patches, fit, levels_of_frames, levels_of_image, plan_grid
+from refvl.processors.messages import FITTED, as_messages, map_texts, media_of
 from refvl.processors.tokenizers import load_tokenizer
 
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an assigned meaning
@@ -85,7 +85,7 @@ class ChatProcessor:
         """Decode the media of checked messages in order of appearance (videos are sampled while decoding)."""
         media = []
         for kind, source, options in media_of(messages):
-            sizes = {name: options.pop(name) for name in SIZES if name in options}
+            sizes = {name: options.pop(name) for name in FITTED if name in options}
             medium = load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
             media.append(fit(medium, self.image_config, sizes) if sizes else medium)
         return media
@@ -100,10 +100,12 @@ class ChatProcessor:
             raise ValueError(self.no_video)
         if not isinstance(source, (str, os.PathLike)):
             return load_video(source, **options, limits=self.limits)
+        part = {name: options[name] for name in PART if name in options}
+        options = {name: value for name, value in options.items() if name not in PART}
         if not options.keys() <= set(self.video_options) and options.keys() != {"num_frames"}:
             allowed = f"{', '.join(self.video_options)}, or num_frames alone"
             raise ValueError(f"prompt: expected {allowed}, for a video, got {sorted(options)}")
-        return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
+        return load_video(source, sample=partial(self.frame_indices, **options), **part, limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
         """Return the frames to read from a file of `total` frames, at the checkpoint's rate and within its limits.

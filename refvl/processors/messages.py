@@ -19,14 +19,15 @@ from urllib.parse import unquote
 from PIL import Image
 
 from refvl.checks import blame, check_names, printable
-from refvl.pixels.media import Video
-from refvl.pixels.patches import SIZES
+from refvl.pixels.media import PART, Video
+from refvl.pixels.patches import RESIZED, SIZES
 
 SOURCES = {  # the kinds of parts, and the keys that can hold the content of each
     "text": ("text",), "image": ("image", "image_url", "path", "url", "base64"),
     "video": ("video", "video_url", "path", "url"),
 }  # fmt: skip
-OPTIONS = {"text": (), "image": SIZES, "video": (*SIZES, "fps", "num_frames", "min_frames", "max_frames")}
+FITTED = (*SIZES, *RESIZED)
+OPTIONS = {"text": (), "image": FITTED, "video": (*FITTED, *PART, "fps", "num_frames", "min_frames", "max_frames")}
 OURS = {"nframes": "num_frames", "sample_fps": "fps"}  # qwen-vl-utils' names
 READ = (os.PathLike, Image.Image, Video)  # what `refvl.pixels` reads as it is
 IGNORED = ("type", "detail", "uuid", "cache_control")  # they change nothing here, and nothing in vLLM

@@ -19,9 +19,9 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from refvl.language.loading import progress_bars
 from refvl.model import VLM
-from refvl.pixels.media import Video
+from refvl.pixels.media import PART, Video
 from refvl.processors.glm4v import Glm4vProcessor
-from refvl.processors.messages import media_of
+from refvl.processors.messages import FITTED, media_of
 from refvl.study.comparison import Stages
 from refvl.study.readout import Readout
 from refvl.study.report import Trace
@@ -54,12 +54,14 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
 def transformers_inputs(processor: Any, trace: Trace) -> Any:
     """Return the inputs that transformers' processor makes of the messages and files of a trace, for `generate`.
 
-    Media that are not files are those of the trace. `video_metadata` holds the frames that were sampled. Pixel
-    limits of single items and arguments of the template are not passed on.
+    Media that are not files are those of the trace, and so is an item whose message sets its size or its part of a
+    file. `video_metadata` holds the frames that were sampled. Arguments of the template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
-    images = [_file_or(source, medium) for (kind, source, _), medium in pairs if kind == "image"]
-    videos = [(_file_or(source, medium), options) for (kind, source, options), medium in pairs if kind == "video"]
+    images = [_file_or(source, medium, options) for (kind, source, options), medium in pairs if kind == "image"]
+    videos = [
+        (_file_or(source, medium, options), options) for (kind, source, options), medium in pairs if kind == "video"
+    ]
 
     # in place of `fetch_videos`, which needs torchcodec: transformers' reader that needs only PyAV
     processor.video_processor.fetch_videos = lambda names, sample_indices_fn: zip(
@@ -73,15 +75,17 @@ def transformers_inputs(processor: Any, trace: Trace) -> Any:
     )  # fmt: skip
 
 
-def _file_or(source: Any, medium: Any) -> Any:
-    return str(source) if isinstance(source, (str, os.PathLike)) and os.path.isfile(source) else medium
+def _file_or(source: Any, medium: Any, options: dict) -> Any:
+    is_plain = not options.keys() & {*FITTED, *PART}  # transformers has no such options of one item
+    return str(source) if is_plain and isinstance(source, (str, os.PathLike)) and os.path.isfile(source) else medium
 
 
 def _frames(source: Any, options: dict, sample: Any) -> Any:
     """Return the sampled frames of a file or a `Video`, and their indices and rate."""
     if isinstance(source, Video):
         indices, fps, duration = list(source.indices), source.source_fps, source.duration
-        return source.frames, VideoMetadata(source.total_num_frames, fps, duration=duration, frames_indices=indices)
+        count = round(len(indices) / source.fps * fps)  # the frames of the file, or of the part that was sampled
+        return source.frames, VideoMetadata(count, fps, duration=duration, frames_indices=indices)
     return load_video(source, sample_indices_fn=partial(sample, **{"fps": None} | options))  # None: the class's rate
 
 

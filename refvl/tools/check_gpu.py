@@ -52,10 +52,10 @@ def check_gpu(
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON. thorough: run every check, in at most ten minutes; otherwise run those that fit
-    in a minute. bench, checks, seconds: the work, the checks and the time limit; only tests set
-    them. Raises ValueError if `device` is not a CUDA device. If the device cannot run anything,
-    "problem" contains the reason.
+    out: the JSON, a new file. thorough: run every check, in at most ten minutes; otherwise run those
+    that fit in a minute. bench, checks, seconds: the work, the checks and the time limit; only tests
+    set them. Raises ValueError if `device` is not a CUDA device, and FileExistsError if `out` exists.
+    If the device cannot run anything, "problem" contains the reason.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -63,6 +63,8 @@ def check_gpu(
     device = torch.device("cuda", device.index or 0)
     bench = bench or Bench(device, tower=gpu_checks.SEVEN_B if thorough else gpu_checks.TWO_BLOCKS)
     checks = checks or (gpu_checks.ALL if thorough else gpu_checks.QUICK)
+    if Path(out).exists():
+        raise FileExistsError(f"out: {out} already exists; choose a different file")
     limit = time.monotonic() + (SECONDS[thorough] if seconds is None else seconds)
     result: dict[str, Any] = {
         "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),

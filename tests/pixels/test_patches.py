@@ -212,9 +212,9 @@ def test_clips_bit_for_bit(torchvision_processor, clip):
 def test_clip_is_nearly_pillow(clip):
     """Oracle: Pillow's bicubic, frame by frame: torch rounds its 8-bit filter a little differently, by one level."""
     frames = load_video(clip, num_frames=4).frames
-    ours = resize_frames(frames, PatchConfig.for_video()).permute(0, 2, 3, 1).numpy()
-    size = ours.shape[2], ours.shape[1]
-    theirs = np.stack([Image.fromarray(f).resize(size, Image.Resampling.BICUBIC) for f in frames])
+    size = PatchConfig.for_video().target_size(*frames.shape[1:3], len(frames))
+    ours = resize_frames(frames, size).permute(0, 2, 3, 1).numpy()
+    theirs = np.stack([Image.fromarray(f).resize(size[::-1], Image.Resampling.BICUBIC) for f in frames])
     assert ours.dtype == np.uint8 and np.abs(ours.astype(int) - theirs).max() <= 1
 
 
@@ -222,7 +222,7 @@ def test_clip_is_resize_normalize_cut():
     """Oracle: the three steps of the file's diagram written out, with the fused normalisation in float64."""
     config = PatchConfig.for_video(min_pixels=784, max_pixels=10_000)
     frames = noise(5, 50, 80, 3)
-    pixels = resize_frames(frames, config).double()
+    pixels = resize_frames(frames, config.target_size(50, 80, 5)).double()
     mean, std = (torch.tensor(x, dtype=torch.float64).view(3, 1, 1) for x in (config.image_mean, config.image_std))
     wanted, grid = rows_by_loops((pixels / 255 - mean) / std, config)
     patches, got = patchify_video(frames, config)

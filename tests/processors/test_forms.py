@@ -11,6 +11,7 @@ import re
 from pathlib import Path, PurePath
 from types import SimpleNamespace as Object
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -50,6 +51,7 @@ def user(*parts) -> list[dict]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "Why?"}]}]
 
 
+SIZED = OPENED.resize(upstream.smart_resize(200, 333, 28, 4 * 28**2, 16_384 * 28**2)[::-1])
 SMALL = OPENED.resize(upstream.smart_resize(*OPENED.size[::-1], 28, 4 * 28**2, 50_000)[::-1])
 IMAGES = {  # the row -> (a part, the image that it stands for)
     "OpenAI, `image_url`": ({"type": "image_url", "image_url": {"url": PATH, "detail": "auto"}}, OPENED),
@@ -65,13 +67,22 @@ IMAGES = {  # the row -> (a part, the image that it stands for)
     "a mask": ({"type": "image", "image": MASK}, Image.fromarray(MASK).convert("RGB")),
     "one pixel": ({"type": "image", "image": OPENED.resize((1, 1))}, OPENED.resize((1, 1))),
     "`min_pixels`, `max_pixels`": ({"type": "image", "image": PATH, "max_pixels": 50_000}, SMALL),
-}
+    "`resized_height`, `resized_width`": (
+        {"type": "image", "image": PATH, "resized_height": 200, "resized_width": 333}, SIZED,
+    ),
+}  # fmt: skip
 VIDEOS = {  # the row -> a part with FRAMES
     "`video_metadata`": {"type": "video", "video": [*FRAMES], "video_metadata": TIMES},
     "`(frames, metadata)`": {"type": "video", "video": (FRAMES.transpose(0, 3, 1, 2), VideoMetadata(**TIMES))},
     "torchcodec": {"video": Object(data=TCHW, pts_seconds=torch.tensor(TIMES["frames_indices"]).double() / 10)},
     "decord": {"type": "video", "video": Object(asnumpy=lambda: FRAMES), "video_metadata": TIMES},
     "a generator": {"type": "video", "video": (frame for frame in FRAMES), "video_metadata": TIMES},
+}
+CLIP = str(DATA / "clips" / "bigbuckbunny.mp4")  # 132 frames, 25 per second
+CLIPS = {  # the row -> (a part, the first frame, the last, how many): those of `np.linspace` in qwen-vl-utils
+    "OpenAI, `video_url`": ({"type": "video_url", "video_url": {"url": CLIP}}, (0, 131, 10)),
+    "`nframes`": ({"type": "video", "video": CLIP, "nframes": 6}, (0, 131, 6)),
+    "`video_start`, `video_end`": ({"video": CLIP, "video_start": 1, "video_end": 2.5, "fps": 4}, (25, 62, 6)),
 }
 
 
@@ -100,6 +111,21 @@ def test_chosen_frames_keep_their_times(row):
     assert torch.equal(rows, theirs)
 
 
+@pytest.mark.parametrize("row", CLIPS)
+def test_frames_of_a_file(row):
+    """Oracles: PyAV's frames, and the mean time of the frames of a grid step."""
+    processor = shipped("tiny-qwen3_vl")
+    part, span = CLIPS[row]
+    chosen = np.linspace(*span).round().astype(int)
+    with av.open(CLIP) as container:
+        frames = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])[chosen]
+    ids, [rows] = run(processor, user(part))
+    text = processor.tokenizer.decode(ids)
+    seconds = (chosen / 25).reshape(-1, 2).mean(1)
+    assert re.findall(r"<([\d.]+) seconds>", text) == [f"{second:.1f}" for second in seconds]
+    assert torch.equal(rows, patchify_video(frames, processor.video_config)[0])
+
+
 def test_a_clip_has_the_size_that_qwen_vl_utils_gives_it():
     """`fetch_video`: 128 to 768 tokens per frame, and at most the given area."""
     processor = shipped("tiny-qwen2_5_vl")
@@ -107,6 +133,10 @@ def test_a_clip_has_the_size_that_qwen_vl_utils_gives_it():
     size = upstream.smart_resize(*clip.shape[2:], 28, 128 * 28**2, 360 * 420)
     smaller = F.interpolate(clip, size, mode="bicubic", antialias=True)
     _, [rows] = run(processor, user({"type": "video", "video": clip, "max_pixels": 360 * 420}))
+    assert torch.equal(rows, patchify_video(smaller, processor.video_config)[0])
+    size = upstream.smart_resize(300, 400, 28, 4 * 28**2, 16_384 * 28**2)
+    smaller = F.interpolate(clip, size, mode="bicubic", antialias=True)
+    _, [rows] = run(processor, user({"video": clip, "resized_height": 300, "resized_width": 400}))
     assert torch.equal(rows, patchify_video(smaller, processor.video_config)[0])
     ids, _ = run(processor, user({"type": "video", "video": [*clip], "sample_fps": 4}))
     assert run(processor, user({"type": "video", "video": clip, "fps": 4}))[0] == ids
@@ -142,16 +172,18 @@ def test_the_template_reads_the_rest_and_text_stays_text():
         ({"type": "image", "image": "https://example.com/a.png"}, "image: .* opens no URLs; download the file"),
         ({"type": "image", "image": TEXT[:-7] + "#"}, r"got /9j/\S{36}\.\.\. of [\d,]+ characters$"),
         ({"type": "video", "video": f"data:video/mp4;base64,{TEXT}"}, "video: .* file in memory; write it to disk"),
-        ({"type": "video", "video": "a.mp4", "video_start": 3}, "write video_metadata, and pass the frames"),
-        ({"type": "image", "image": PATH, "resized_width": 3}, "write min_pixels and max_pixels"),
+        ({"type": "video", "video": CLIP, "video_start": 9}, "no frame of 5.28 s is between 9 and inf s"),
+        ({"type": "video", "video": [*FRAMES], "video_end": 1}, "expected a file, got frames"),
+        ({"type": "video", "video": CLIP, "total_pixels": 3}, "write max_pixels, the area of a frame"),
+        ({"type": "image", "image": PATH, "resized_width": 3}, "resized_height: "),
         ({"type": "video", "video": [*FRAMES], "video_metadata": {"fps": 2, "frames_indices": [3]}}, "expected 6 inc"),
     ],
 )
 def test_what_is_refused_says_what_to_write(part, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         run(shipped("tiny-qwen2_5_vl"), user(part))
 
 
 def test_the_page_lists_these_rows():
     page = (DATA.parent / "docs" / "use.md").read_text().split("## Messages of other libraries")[1].split("\n## ")[0]
-    assert re.findall(r"^\| (.+?) \| `[{(]", page, re.M) == [*IMAGES, *VIDEOS]
+    assert re.findall(r"^\| (.+?) \| `[{(]", page, re.M) == [*IMAGES, *VIDEOS, *CLIPS]

