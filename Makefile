@@ -7,18 +7,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# An outer limit for the notebooks, if the system has `timeout`
-LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 # TESTS passes more arguments to pytest
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
-NBMAKE := OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1
+BOTH   := $(PYTEST) --nbmake --nbmake-timeout=60 tests notebooks
 QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.py
-FIRST_NOTEBOOKS := 0[0-5]_*.ipynb
 # Only the imported modules are compiled, on their first import; without bytecode, every process would compile them again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint quick test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,19 +28,20 @@ lint: $(STAMP) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## in four minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
+# mypy, which uses one core, runs beside the tests
+test: $(STAMP) ## in four minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
+	$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(STAMP)
 	@$(BIN)/python tests/portable.py --cpu
-	$(PYTEST) --tier quick $(TESTS)
-	$(NBMAKE) notebooks/$(FIRST_NOTEBOOKS)
+	$(BOTH) --tier quick $(TESTS)
 
 test-rest: $(STAMP) ## the tests and notebooks that `make test` leaves out
-	$(PYTEST) --tier rest $(TESTS)
-	$(NBMAKE) notebooks --ignore-glob='*/$(FIRST_NOTEBOOKS)'
+	$(BOTH) --tier rest $(TESTS)
 
 test-all: lint ## style, types, all tests with their coverage, every notebook
 	@$(BIN)/python tests/portable.py --cpu
-	$(PYTEST) --cov --cov-report= $(TESTS)
-	$(NBMAKE) notebooks
+	$(BOTH) --cov --cov-report= $(TESTS)
 	$(MAKE) test-claims
 
 test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with values that break a claim (NB=12 runs one)
@@ -64,7 +62,7 @@ test-quantised: $(STAMP) ## the tests that need torchao, in .venv-quantised: its
 	@touch $@
 
 test-slow: $(STAMP) ## the tests that take minutes, and the costly ones over every family
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+	$(PYTEST) -m slow
 
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py

@@ -13,8 +13,8 @@ BEFORE = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items):
-    """Run the last notebooks first: 13 trains models and takes longest, and nothing should wait for it at the end."""
-    items.sort(key=lambda item: item.name, reverse=True)
+    """Run notebooks before tests, the last first: 13 trains models, and nothing should wait for it at the end."""
+    items.sort(key=lambda item: item.name if item.path.suffix == ".ipynb" else "", reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)

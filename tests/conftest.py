@@ -111,7 +111,7 @@ def _rest_coverage(items) -> None:
     """
     cases = Counter()
     for item in items:
-        test = item.path, item.originalname
+        test = item.path, getattr(item, "originalname", item.name)  # a notebook has only its name
         cases[test] += 1
         repeats = item.get_closest_marker("hypothesis") or item.path.parent.name in ("models", "robustness")
         if repeats or cases[test] > 3:

@@ -3,7 +3,7 @@ is in both.
 
 The quick tier takes from each test its first case, and its first case of every kind of family. It
 leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
-Hypothesis tries a few examples only.
+Hypothesis tries a few examples only. Of the notebooks, it runs those in `NOTEBOOKS`.
 
 Siblings of another family are `slow`; so are all other cases of a test that is marked `matrix`,
 which takes a second per case.
@@ -19,6 +19,7 @@ SIBLINGS = (  # families whose code is that of another, but for numbers or a tex
     "GLM-4.5V", "GLM-4.6V", "glm46v", "glmga", "qwen3_vl_moe", "qwen3_5_moe", "MiniCPM-V 2.5", "MiniCPM-V 4.0",
     "MiniCPM-V 4.6, 4x",
 )  # fmt: skip
+NOTEBOOKS = ("00", "01", "02", "03", "04", "05")
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 
 
@@ -42,7 +43,13 @@ def first_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def quick_tier(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items of the quick tier, in their order."""
-    return first_cases(item for item in items if not item.get_closest_marker("thorough"))
+    return first_cases(item for item in items if not is_left_out(item))
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether the quick tier leaves out all cases of a test, or a notebook."""
+    is_notebook = item.path.suffix == ".ipynb"
+    return item.name[:2] not in NOTEBOOKS if is_notebook else bool(item.get_closest_marker("thorough"))
 
 
 def mark_repeats(items: Sequence[pytest.Item]) -> None:
@@ -57,7 +64,8 @@ def mark_repeats(items: Sequence[pytest.Item]) -> None:
 
 def with_few_examples(item: pytest.Item) -> None:
     """A property test keeps its settings, but for how many examples it tries."""
-    function = getattr(item.obj, "__func__", item.obj)
+    function = getattr(item, "obj", None)  # a notebook has none
+    function = getattr(function, "__func__", function)
     if getattr(function, "is_hypothesis_test", False):
         given = function._hypothesis_internal_use_settings
         few = min(FEW_EXAMPLES, given.max_examples)
