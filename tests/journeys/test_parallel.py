@@ -6,6 +6,7 @@ its results in a file.
 """
 
 import json
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Pooling(torch.nn.Module):
         return self.proj(pictures.view(len(pictures), 2, 24)).tanh()
 
 
+@cache
 def tower(name):
     torch.manual_seed(7)
     encoder = build(name)

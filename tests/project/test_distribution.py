@@ -22,7 +22,7 @@ pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]).strip())"
-CHECKPOINTS, SCENE = ROOT / "data/checkpoints", ROOT / "data/pictures/scene.png"
+CHECKPOINTS = ROOT / "data/checkpoints"
 
 
 def run(command: list, folder: Path, **variables: str) -> subprocess.CompletedProcess:
@@ -77,7 +77,7 @@ def scripts(wheel) -> Path:
     """The folder of `python` and `refvl` in a fresh environment that holds the wheel."""
     made = environment(wheel.parent / "venv")
     pip = [sys.executable, "-m", "pip", "--python", made / "python", "--disable-pip-version-check"]
-    installed = run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], wheel.parent)
+    installed = run([*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel], wheel.parent)
     assert installed.returncode == 0, installed.stderr
     return made
 
@@ -98,11 +98,9 @@ def test_wheel_holds_the_package_and_the_course(wheel):
 
 def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
     """`refvl` works offline from an empty folder, with the installed files and models and not the clone's."""
-    answer = run(
-        [scripts / "refvl", "chat", "tiny-qwen2_5_vl", "What color is the circle?", "--image", SCENE], tmp_path
-    )
-    assert (answer.returncode, answer.stdout.strip()) == (0, "red"), answer.stderr
-    shown = run([scripts / "python", "-m", "refvl", "demo", "--out", tmp_path / "figures"], tmp_path)
+    listed = run([scripts / "python", "-m", "refvl", "--help"], tmp_path)
+    assert listed.returncode == 0 and "chat" in listed.stdout, listed.stderr
+    shown = run([scripts / "refvl", "demo", "--out", tmp_path / "figures"], tmp_path)
     assert shown.returncode == 0 and "What color is the circle? red" in shown.stdout, shown.stderr
     assert (tmp_path / "figures/overview.jpg").is_file()
 
