@@ -76,13 +76,11 @@ def check_gpu(
 
     save()
     try:
-        result["problem"] = find_problem(device, result["environment"]["nvidia_smi"])
-        if not result["problem"]:
-            result["environment"] |= describe_device(device)
-            with torch.cuda.device(device):
-                for name, check in checks.items():
-                    _run(check, replace(bench, device=device), result["checks"][name], save, limit)
-            result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
+        result["environment"] |= describe_device(device)
+        with torch.cuda.device(device):
+            for name, check in checks.items():
+                _run(check, replace(bench, device=device), result["checks"][name], save, limit)
+        result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
     finally:
@@ -105,9 +103,6 @@ def _run(check: Callable, bench: Bench, entry: dict, save: Callable, limit: floa
         entry |= {"state": "skipped", "reason": str(reason)}
     except Exception as error:
         entry |= {"state": "error", "reason": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    except BaseException:
-        entry["state"] = "stopped"
-        raise
     finally:
         if not all(row["passed"] for row in entry["rows"]) and entry["state"] in GOOD:
             entry["state"] = "failed"
@@ -134,38 +129,24 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention."""
+    """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention.
+
+    Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no such GPU.
+    """
+    torch.cuda.init()
+    if device.index >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device: expected one of the {count} GPUs that torch sees, counted from 0, got {device}")
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": str(device),
         "name": properties.name,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "gpus": torch.cuda.device_count(),
+        "gpus": count,
         "built_for": torch.cuda.get_arch_list(),
         "cudnn": torch.backends.cudnn.version(),
         "attention": describe_backend(available_backends(device, torch.float16)[0]),
     }
-
-
-def find_problem(device: torch.device, cards: str) -> str:
-    """Return the reason why nothing can run on `device`, or "" if it can.
-
-    cards: the GPUs listed by nvidia-smi, one per line.
-    """
-    listed = f"nvidia-smi lists {cards.splitlines()[0]}" if cards else "nvidia-smi lists no GPU"
-    if not torch.cuda.is_available():
-        if torch.version.cuda is None:
-            return f"CPU wheel: torch {torch.__version__} is built without CUDA, and {listed}"
-        try:
-            torch.cuda.init()
-            said = "torch gives no reason"
-        except (RuntimeError, AssertionError) as error:
-            said = str(error).split("\n")[0]
-        return f"no GPU that torch can use: {said}; {listed}"
-    if (device.index or 0) >= torch.cuda.device_count():
-        return f"no such GPU: expected a GPU for {device}, but torch sees {torch.cuda.device_count()}, counted from 0"
-    return ""
 
 
 def _say(*command: str) -> str:
@@ -179,32 +160,26 @@ def _say(*command: str) -> str:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def tables(result: dict) -> Iterator[Table]:
-    """Yield two tables: every check, and every row that failed or has no limit, such as a time."""
-    if result["problem"]:
-        return
-    table = Table("check", "state", "rows", "s", "reason", title="check-gpu")
+def table(result: dict) -> Table:
+    """Return a table of every check and, below it, the rows that failed or have no limit, such as times."""
+    table = Table("check", "what", "measured", "allowed", title="check-gpu")
     for name, entry in result["checks"].items():
-        seconds = str(entry.get("seconds", ""))
-        table.add_row(name, entry["state"], str(len(entry["rows"])), seconds, entry.get("reason", ""))
-    yield table
-    table = Table("check", "what", "measured", "allowed", title="failed and measured")
-    for name, entry in result["checks"].items():
+        table.add_row(name, f"{entry['state']} {entry.get('reason', '')}", f"{entry.get('seconds', 0)} s", "")
         for row in entry["rows"]:
             if not row["passed"] or row["allowed"] is None:
                 allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
-                table.add_row(name, row["check"], f"{float(row['measured']):.3g} {row['unit']}", allowed)
-    yield table
+                table.add_row("", row["check"], f"{float(row['measured']):.3g} {row['unit']}", allowed)
+    return table
 
 
 def verdict(result: dict) -> str:
     """Return the result of a run in one line."""
-    if result["problem"]:
-        return f"check-gpu: {result['problem']}"
     where = result["environment"]
-    name = f"{where['name']} ({where['capability']}), torch {where['torch']}" if "name" in where else "nothing ran"
+    if result["problem"]:
+        return f"check-gpu: {result['problem']}; nvidia-smi lists {where['nvidia_smi'] or 'no GPU'}"
     states = {key: entry["state"] for key, entry in result["checks"].items()}
     bad = [f"{key} ({state})" for key, state in states.items() if state not in GOOD]
+    name = f"{where['name']} ({where['capability']}), torch {where['torch']}"
     if bad:
         return f"check-gpu: {len(bad)} of {len(states)} checks did not pass on {name}: {', '.join(bad)}"
     skipped = [key for key, state in states.items() if state == "skipped"]

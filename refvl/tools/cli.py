@@ -334,8 +334,7 @@ def check_gpu(
         result = checks.check_gpu(device, out, thorough=thorough)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    for table in checks.tables(result):
-        Console().print(table)
+    Console().print(checks.table(result))
     print(f"{checks.verdict(result)}; attach {out} to an issue")
     raise SystemExit(0 if result["passed"] else 1)
 

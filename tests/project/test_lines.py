@@ -22,11 +22,11 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 # A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Rooms
 # that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
-    "refvl/*.py": 1215, "refvl/pixels": 885, "refvl/processors": 855, "refvl/encoders": 2020,
-    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1085,
-    "refvl/study": 1485, "refvl/tools": 725, "refvl without viz": 10_190, "refvl/viz": 4000,
+    "refvl/*.py": 1214, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2020,
+    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1080,
+    "refvl/study": 1484, "refvl/tools": 673, "refvl without viz": 10_132, "refvl/viz": 4000,
     "tests": 15_980, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
-    "raise in refvl without viz": 287, "an answer: modules": 60, "an answer: lines": 4500,
+    "raise in refvl without viz": 286, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
 }  # fmt: skip
 OVER = {  # the plan, and why it is not met
