@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import CaptureError, EncoderGraphManager
 from refvl.graphs.cuda import CudaGraph, pool_bytes
-from refvl.tools.gpu_checks import _random_tower
+from refvl.tools.gpu_checks import _draw_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,15 +34,21 @@ with torch.device("meta"):
     STEPS = {torch.bfloat16: 12 * CONFIG.depth, torch.float32: roundings(Qwen2_5_VisionTransformer(CONFIG))}
 
 
+def random_tower():
+    encoder = Qwen2_5_VisionTransformer(CONFIG).eval().requires_grad_(False)
+    _draw_weights(encoder)
+    return encoder
+
+
 @pytest.fixture(scope="module", params=STEPS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def encoder(request):
-    return _random_tower(CONFIG).to("cuda", request.param)
+    return random_tower().to("cuda", request.param)
 
 
 @cache
 def growth() -> float:
     """How much rounding in front of the tower grows on the way through it; most if there is one token alone."""
-    encoder, grids = _random_tower(CONFIG), [(1, 2, 2)]
+    encoder, grids = random_tower(), [(1, 2, 2)]
     return gain(lambda rows: encoder(rows, grids), patches_of(grids, encoder))
 
 
