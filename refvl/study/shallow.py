@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from refvl import families
 from refvl.language.loading import progress_bars
@@ -39,11 +40,12 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     _make_shallow(config, depth)
     _take_vocabulary(config, small)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with no_init_weights():  # otherwise, every matrix would be drawn twice
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None  # random weights would stop at arbitrary tokens
-    with progress_bars(False):
+    with torch.random.fork_rng(devices=[]), progress_bars(False):
+        torch.manual_seed(seed)
+        model.init_weights()
         model.save_pretrained(folder)
     for name in TEXT_FILES:
         shutil.copy(like / name, folder / name)
