@@ -25,7 +25,7 @@ tables are not adapted.
 
 import re
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,9 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         raise ValueError(f"name: expected a new name, got {name!r}; in use: {', '.join(model.adapters.peft_config)}")
     stored = None
     if isinstance(adapter, (str, Path)):
-        folder = _find(adapter, hub)
+        folder = Path(adapter).expanduser().resolve()
+        if not folder.exists():
+            folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
         with blame(f"adapter: {folder}"):
             adapter, stored = peft.PeftConfig.from_pretrained(folder), load_file(folder / WEIGHTS)
     if not isinstance(adapter, peft.LoraConfig):
@@ -163,17 +165,6 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
 
 def _refuse_to_merge(*arguments, **options) -> None:
     raise ValueError("merge_adapter: not supported for quantised weights; merge into a model in full precision")
-
-
-def _find(adapter: str | Path, hub: dict) -> Path:
-    """Return the folder of a saved adapter."""
-    folder = Path(adapter).expanduser()
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
-        folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"adapter: {folder} contains no {file}")
-    return folder
 
 
 def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -200,19 +191,15 @@ def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
 class _Names(nn.Module):
     """Modules with transformers' names. Replacing a module here, as PEFT does, also replaces it in the model."""
 
-    def __init__(self):
-        self.__dict__["homes"] = {}  # name -> the module's parent, and its attribute there
-        super().__init__()
-
     def lend(self, name: str, home: Any, attribute: str) -> None:
+        """Give a module a name. home, attribute: the module's parent, and its attribute there."""
         setattr(self, name, getattr(home, attribute))
-        self.__dict__["homes"][name] = home, attribute
+        self.__dict__.setdefault("homes", {})[name] = home, attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in self.__dict__["homes"]:
-            home, attribute = self.__dict__["homes"][name]
-            setattr(home, attribute, value)
+        if where := self.__dict__.get("homes", {}).get(name):
+            setattr(*where, value)
 
 
 def _by_name(model) -> nn.Module:
@@ -228,7 +215,7 @@ def _by_name(model) -> nn.Module:
                 setattr(parent, part, _Names())
             parent = getattr(parent, part)
         *above, attribute = home.split(".")
-        parent.lend(name, attrgetter(".".join(above))(model) if above else model, attribute)
+        parent.lend(name, reduce(getattr, above, model), attribute)
     return root
 
 

@@ -5,6 +5,7 @@ encoder_operations, prefill_operations    multiplications and additions
 launch_timeline                           the start and end of operations on a device, computed from launch costs
 """
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -150,37 +151,33 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype, kind: str = "full_attention") -> int:
     """Return the bytes of one token's keys and values in all layers of a kind."""
-    layers = sum(layer == kind for layer in _layer_kinds(text_config))
+    layers = _layer_kinds(text_config).count(kind)
     return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
 
 
-def sliding_window_bytes(text_config, dtype: torch.dtype) -> int:
-    """Return the most bytes that layers with a sliding window keep for one prompt:
-    its last window - 1 tokens.
+def kv_cache_bytes_per_prompt(text_config, dtype: torch.dtype) -> int:
+    """Return the bytes that layers without a full cache keep for one prompt, regardless of its length.
+
+    Layers with a sliding window keep its last window - 1 tokens. A layer with linear attention
+    keeps the last inputs of its convolution, and one float32 matrix per head.
     """
-    window = getattr(text_config, "sliding_window", None) or 1
-    return (window - 1) * kv_cache_bytes_per_token(text_config, dtype, "sliding_attention")
+    window = (getattr(text_config, "sliding_window", None) or 1) - 1
+    size = window * kv_cache_bytes_per_token(text_config, dtype, "sliding_attention")
+    if layers := _layer_kinds(text_config).count("linear_attention"):
+        keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+        values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
+        inputs = (2 * keys + values) * text_config.linear_conv_kernel_dim
+        matrices = values * text_config.linear_key_head_dim
+        size += layers * (inputs * dtype.itemsize + matrices * torch.float32.itemsize)
+    return size
 
 
-def _layer_kinds(text_config) -> Sequence[str]:
+def _layer_kinds(text_config) -> list[str]:
     return getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
 
 
 def _head_dim(text_config) -> int:
     return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-
-
-def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes that linear-attention layers keep for one prompt, regardless of its length.
-
-    Each layer keeps the last inputs of its convolution, and one float32 matrix per head.
-    """
-    if not (layers := sum(kind == "linear_attention" for kind in _layer_kinds(text_config))):
-        return 0
-    keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
-    values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
-    inputs = (2 * keys + values) * text_config.linear_conv_kernel_dim
-    return layers * (inputs * dtype.itemsize + values * text_config.linear_key_head_dim * torch.float32.itemsize)
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
@@ -266,14 +263,15 @@ def costs(
     """
     dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
-    state = linear_state_bytes(text.config, dtype) if text else 0
-    windows = sliding_window_bytes(text.config, dtype) if text else 0
+    per_prompt = kv_cache_bytes_per_prompt(text.config, dtype) if text else 0
 
-    def cost(medium: Any, rate: float) -> dict[str, Any]:
+    def cost(medium: Any, rate: float = 0.0) -> dict[str, Any]:
         plan = plan_media(vlm, medium, rate, pruning)
-        activations = encoder_activation_bytes(vlm.encoder, plan.patches)
-        cache = {"kv_cache_bytes": plan.kept * per_token, "activation_bytes": activations}
-        return asdict(plan) | {"layout": layout_text(plan.layout)} | cache
+        return asdict(plan) | {
+            "layout": layout_text(plan.layout),
+            "kv_cache_bytes": plan.kept * per_token,
+            "activation_bytes": encoder_activation_bytes(vlm.encoder, plan.patches),
+        }
 
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     largest = Blank(*image_size_with_most_features(limits)[::-1]) if limits else Blank(*[LARGER_THAN_ANY_CUT] * 2)
@@ -292,13 +290,12 @@ def costs(
         "weights_bytes_of": stored,
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
-        "linear_state_bytes": state,
-        "sliding_window_bytes": windows,
+        "kv_cache_bytes_per_prompt": per_prompt,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
-        "largest_square_picture": cost(largest, 0.0),
+        "largest_square_picture": cost(largest),
         "media": planned,
-        "memory_bytes": weights + together + cache + state + windows,
+        "memory_bytes": weights + together + cache + per_prompt,
     }
 
 
@@ -316,8 +313,8 @@ def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
         rows["language model"] = f"{size}: {_count(found['parameters']['language_model'])}"
         rows["context"] = f"{found['context']:,} tokens"
         rows["kv cache"] = f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
-        if a_prompt := found["linear_state_bytes"] + found["sliding_window_bytes"]:
-            rows["kv cache"] += f" and {_bytes(a_prompt)} a prompt"
+        if per_prompt := found["kv_cache_bytes_per_prompt"]:
+            rows["kv cache"] += f" and {_bytes(per_prompt)} a prompt"
     rows |= {
         f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
         f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(options.get("text_bytes")),
@@ -381,8 +378,5 @@ def _count(parameters: int) -> str:
 
 
 def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    power = min(int(math.log(max(size, 1), 1024)), 3)
+    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -336,8 +336,10 @@ def test_an_adapter_that_does_not_fit_is_refused(qwen, saved, tmp_path, case):
 def test_clear_errors(qwen, saved, tmp_path):
     _, (a, _) = saved
     vlm = load(qwen)
-    with pytest.raises(FileNotFoundError, match=r"^adapter: .*contains no adapter_config.json"):
+    with pytest.raises(ValueError, match=r"^adapter: .*Can't find 'adapter_config.json'"):
         adapters.attach(vlm, tmp_path)
+    with pytest.raises(FileNotFoundError, match="^adapter: 'no/such/adapter' is not a local folder"):
+        adapters.attach(vlm, "no/such/adapter")
     for other in ({"r": 4}, edit(a, tmp_path / "b", config=lambda values: values | {"peft_type": "IA3"})):
         with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got "):
             adapters.attach(vlm, other)

@@ -23,11 +23,10 @@ from refvl.paths import DATA
 from refvl.study.costs import (
     costs,
     describe,
+    kv_cache_bytes_per_prompt,
     kv_cache_bytes_per_token,
-    linear_state_bytes,
     plan_media,
     set_pixel_limits,
-    sliding_window_bytes,
 )
 
 CONFIGS = DATA / "configs"
@@ -223,7 +222,7 @@ def test_layers_of_linear_attention_keep_no_keys():
     vlm = refvl.load(CONFIGS / "Qwen3.5-9B.json", weights="random", device="meta", dtype="bfloat16")
     found = costs(vlm)
     assert found["kv_cache_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
-    assert found["linear_state_bytes"] == 24 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
+    assert found["kv_cache_bytes_per_prompt"] == 24 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
     assert describe(vlm)["kv cache"] == "32.0 KiB a token and 49.5 MiB a prompt"
 
 
@@ -238,7 +237,7 @@ def test_a_hybrid_cache_is_as_large_as_it_says(name, length):
     positions = torch.arange(length).expand(3, 1, -1)
     cache = model(inputs_embeds=embeds, position_ids=positions, use_cache=True).past_key_values
     stored = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor) and x.ndim]
-    state = sum(size(model.config, torch.float32) for size in (linear_state_bytes, sliding_window_bytes))
+    state = kv_cache_bytes_per_prompt(model.config, torch.float32)
     assert sum(x.nbytes for x in stored) == length * kv_cache_bytes_per_token(model.config, torch.float32) + state
     assert state > 0
 
