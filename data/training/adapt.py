@@ -89,7 +89,7 @@ def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
 
 
 def adapt(
-    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 6, replay: float = 0.0
+    pupil: Pupil, steps: int, *, lr: float = 8e-3, count: int = 6, replay: float = 0.0
 ) -> Iterator[tuple[int, float]]:
     """Train the trainable weights for `steps` steps of `count` scenes; yield (step, loss) after each."""
     weights = [weight for weight in pupil.vlm.adapters.parameters() if weight.requires_grad]
