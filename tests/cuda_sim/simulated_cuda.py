@@ -105,7 +105,7 @@ class CudaTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        machine = next(leaf.machine for leaf in _leaves((args, kwargs)) if isinstance(leaf, CudaTensor))
+        machine = next(x.machine for x in _tensors((args, kwargs)) if isinstance(x, CudaTensor))
         return machine.run(function, args, kwargs or {})
 
     def __repr__(self):
@@ -560,7 +560,7 @@ class _Python(TorchFunctionMode):
             pinned = args[0].clone() if function is Tensor.pin_memory else function(*args, **kwargs)
             pinned.untyped_storage().is_pinned_here = True
             return pinned
-        if function is torch.tensor and any(isinstance(x, CudaTensor) for x in _leaves(args)):  # scalars, in a list
+        if function is torch.tensor:  # of scalars, in a list
             args = _mapped(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
         if function is Tensor.new_tensor and isinstance(args[0], CudaTensor):
             function, like, args = torch.tensor, args[0], args[1:]
@@ -613,14 +613,10 @@ def _mapped(function: Callable, tree: Any) -> Any:
     return {name: _mapped(function, x) for name, x in tree.items()} if type(tree) is dict else function(tree)
 
 
-def _leaves(tree: Any) -> list:
-    leaves: list = []
-    _mapped(leaves.append, tree)
-    return leaves
-
-
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(values) if isinstance(leaf, Tensor)]
+    leaves: list = []
+    _mapped(leaves.append, values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def is_pinned(x: Tensor) -> bool:

@@ -4,7 +4,7 @@ Oracle: transformers with PEFT on the same checkpoint and the same adapter.
 """
 
 import json
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -53,7 +53,11 @@ def load(folder, **options):
     return vlm
 
 
-@pytest.fixture(scope="module", params=["Qwen2.5-VL", "qwen3_vl", "GLM-4.1V"])
+FOLDERS, HEAD = ("Qwen2.5-VL", "qwen3_vl", "GLM-4.1V"), ["q_proj", "lm_head"]
+CASES = [("Qwen2.5-VL", HEAD), *product(FOLDERS, ["all-linear"]), *product(FOLDERS[1:], [HEAD])]
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request):
     return random_folder(request.param)
 
@@ -96,7 +100,8 @@ def assert_same(vlm, ours, theirs):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=str)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("folder", "targets"), CASES, indirect=["folder"], ids=str)
 def test_an_adapter_of_transformers_and_peft(folder, targets, tmp_path):
     """On tower, connector and text model, or on the head, whose own weight PEFT saves as well.
 
@@ -155,14 +160,9 @@ def edit(folder, out, weights=lambda key: key, config=lambda values: values, cha
 
 
 @pytest.fixture(scope="module")
-def qwen():
-    return random_folder("Qwen2.5-VL")
-
-
-@pytest.fixture(scope="module")
-def saved(qwen, tmp_path_factory):
+def saved(checkpoint, tmp_path_factory):
     """(answers without an adapter, with "a", with "b"; where PEFT saved the two)."""
-    vlm = load(qwen, linear="torch")
+    vlm = load(checkpoint, linear="torch")
     ids = [vlm.trace(**QUESTION).token_ids]
     folders = []
     for seed, name in enumerate("ab"):
@@ -173,13 +173,13 @@ def saved(qwen, tmp_path_factory):
 
 
 @pytest.mark.parametrize("prefixes", OLDER.values(), ids=OLDER)
-def test_older_names_are_read(qwen, saved, tmp_path, prefixes):
+def test_older_names_are_read(checkpoint, saved, tmp_path, prefixes):
     """Oracle: the same adapter under today's names.
 
     Layers are those with weights, whatever the config says.
     """
     (_, wanted, _), (a, _) = saved
-    vlm = load(qwen)
+    vlm = load(checkpoint)
 
     def other_targets(config: dict) -> dict:
         return config | {"target_modules": ".*q_proj"}
@@ -189,13 +189,13 @@ def test_older_names_are_read(qwen, saved, tmp_path, prefixes):
 
 
 @pytest.mark.parametrize("kernel", ["torch", "onednn"])
-def test_switch_merge_and_unmerge(qwen, saved, kernel, monkeypatch):
+def test_switch_merge_and_unmerge(checkpoint, saved, kernel, monkeypatch):
     """Oracle: each adapter alone, by torch's kernel; a merged one is the same sum in another order."""
     if kernel == "onednn" and not linear.times_as_fast():
         pytest.skip("this torch has no oneDNN")
     ids, folders = saved
     monkeypatch.setattr(linear, "MIN_WORK", 0)  # each layer by the kernel that was asked for
-    vlm = load(qwen, linear=kernel)
+    vlm = load(checkpoint, linear=kernel)
     adapted = {type(vlm.language_model.get_submodule(name)) for name in ("lm_head", "model.layers.0.mlp.up_proj")}
     assert adapted == {linear.OneDnnLinear if kernel == "onednn" else torch.nn.Linear}
     before = vlm.language_model.lm_head.weight.clone()
@@ -326,16 +326,16 @@ def test_lora_beside_experts_is_b_times_a(name, tmp_path):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_an_adapter_that_does_not_fit_is_refused(qwen, saved, tmp_path, case):
+def test_an_adapter_that_does_not_fit_is_refused(checkpoint, saved, tmp_path, case):
     """Nothing in it is ignored."""
     changes, message = BAD[case]
     with pytest.raises(ValueError, match=f"^adapter: .*{message}"):
-        adapters.attach(load(qwen), edit(saved[1][0], tmp_path / "b", **changes))
+        adapters.attach(load(checkpoint), edit(saved[1][0], tmp_path / "b", **changes))
 
 
-def test_clear_errors(qwen, saved, tmp_path):
+def test_clear_errors(checkpoint, saved, tmp_path):
     _, (a, _) = saved
-    vlm = load(qwen)
+    vlm = load(checkpoint)
     with pytest.raises(ValueError, match=r"^adapter: .*Can't find 'adapter_config.json'"):
         adapters.attach(vlm, tmp_path)
     with pytest.raises(FileNotFoundError, match="^adapter: 'no/such/adapter' is not a local folder"):
@@ -350,18 +350,18 @@ def test_clear_errors(qwen, saved, tmp_path):
         adapters.attach(vlm, a, name="a")
 
 
-def test_the_command_line_takes_adapters(qwen, saved, shell):
+def test_the_command_line_takes_adapters(checkpoint, saved, shell):
     """Oracle: the same from Python. Two adapters add up."""
     _, folders = saved
-    vlm = load(qwen)
+    vlm = load(checkpoint)
     vlm.language_model.generation_config.eos_token_id = vlm.processor.tokenizer.eos_token_id
     for name, folder in zip("ab", folders, strict=True):
         adapters.attach(vlm, folder, name=name)
     vlm.adapters.base_model.set_adapter(["a", "b"])
     given = [argument for folder in folders for argument in ("--adapter", str(folder))]
-    said = shell("chat", qwen, "What is it?", "--max-new-tokens", 8, *given)
+    said = shell("chat", checkpoint, "What is it?", "--max-new-tokens", 8, *given)
     assert said == (0, vlm.chat("What is it?", max_new_tokens=8) + "\n", "")
-    status, _, err = shell("trace", qwen, "What is it?", "--with", "transformers", *given)
+    status, _, err = shell("trace", checkpoint, "What is it?", "--with", "transformers", *given)
     assert status == 1 and err.startswith("refvl: with: transformers prunes nothing and gets no adapter")
 
 

@@ -22,7 +22,6 @@ pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]).strip())"
-CHECKPOINTS = ROOT / "data/checkpoints"
 
 
 def run(command: list, folder: Path, **variables: str) -> subprocess.CompletedProcess:
@@ -62,24 +61,19 @@ def wheel(sdist) -> Path:
     return build("wheel", source, sdist.parent)
 
 
-def environment(venv: Path) -> Path:
-    """The folder of `python` in a fresh environment, which finds the dependencies but not refvl."""
-    made = run([sys.executable, "-m", "venv", "--without-pip", venv], venv.parent)
+@pytest.fixture(scope="module")
+def scripts(wheel) -> Path:
+    """The folder of `python` and `refvl` in a fresh environment that finds the dependencies and holds the wheel."""
+    venv = wheel.parent / "venv"
+    made = run([sys.executable, "-m", "venv", "--without-pip", venv], wheel.parent)
     assert made.returncode == 0, made.stderr
     [packages] = venv.glob("lib/python*/site-packages")
     paths = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (packages / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n")
-    return venv / "bin"
-
-
-@pytest.fixture(scope="module")
-def scripts(wheel) -> Path:
-    """The folder of `python` and `refvl` in a fresh environment that holds the wheel."""
-    made = environment(wheel.parent / "venv")
-    pip = [sys.executable, "-m", "pip", "--python", made / "python", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "--disable-pip-version-check"]
     installed = run([*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel], wheel.parent)
     assert installed.returncode == 0, installed.stderr
-    return made
+    return venv / "bin"
 
 
 def test_wheel_holds_the_package_and_the_course(wheel):
@@ -108,7 +102,7 @@ def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
 @pytest.mark.slow
 def test_installed_package_finds_every_shipped_model(scripts, tmp_path):
     """`load` accepts each name offline, from an empty folder, and no file is the clone's."""
-    names = sorted(path.name for path in CHECKPOINTS.glob("tiny-*"))
+    names = sorted(path.name for path in (ROOT / "data/checkpoints").glob("tiny-*"))
     code = (
         "import sys, refvl, refvl.paths as p; print(p.__file__, p.DATA)\n"
         "for name in sys.argv[1:]: print(refvl.load(name).chat('Hi', max_new_tokens=1))"
