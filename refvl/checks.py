@@ -71,8 +71,8 @@ def check_pruning_rate(q, name: str = "q") -> float:
 def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
     """Raise an error unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
 
-    An int must match exactly. In a (counted, int) pair, the int must match, and the string names the unit in the
-    message. A string or None matches any size.
+    An int must match exactly. In a (counted, int) pair, the int must match, and the string names
+    the unit in the message. A string or None matches any size.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -90,8 +90,8 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 def check_floats(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it contains floating-point numbers; raise TypeError naming `name`.
 
-    Integers (unnormalised pixels), booleans and complex numbers raise TypeError. So do float8 and quantised values,
-    which have no meaning without their scale.
+    Integers (unnormalised pixels), booleans and complex numbers raise TypeError. So do float8 and
+    quantised values, which have no meaning without their scale.
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
@@ -116,8 +116,8 @@ def check_integers(tensor: Tensor, name: str) -> Tensor:
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
-    Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
-    Raises TypeError for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
+    Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3). Raises TypeError
+    for a wrong type and ValueError for a wrong shape or value. Both h and w must be multiples of
     `spatial_merge_size`, because a merged token needs a whole merge block of patches.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
@@ -157,7 +157,8 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
 def check_plan(encoder: Any, layouts: list) -> list:
     """Return the layouts of a batch; raise ValueError if the batch has more patches than one plan may contain.
 
-    An encoder whose `config` is None is part of a larger encoder, which has already checked the sizes.
+    An encoder whose `config` is None is part of a larger encoder, which has already checked the
+    sizes.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)
@@ -185,8 +186,9 @@ def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PAT
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     """Return the mask of prompts (B, L) as booleans: True for tokens, False for padding.
 
-    attention_mask: a (B, L) tensor of zeros and ones, or None if there is no padding. Raises a TypeError or ValueError
-    that names the argument for empty prompts, padding that is not on the left, and ids outside the vocabulary.
+    attention_mask: a (B, L) tensor of zeros and ones, or None if there is no padding. Raises a
+    TypeError or ValueError that names the argument for empty prompts, padding that is not on the
+    left, and ids outside the vocabulary.
     """
     ids = check_integers(check_shape(input_ids, ("B", "L"), "input_ids"), "input_ids").cpu()
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask

@@ -1,7 +1,8 @@
 """Convert an image from disk or memory to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
-Pillow decodes. This file makes the choices that Pillow leaves open: the orientation, the background of transparent
-pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on decoding (`MediaLimits`).
+Pillow decodes. This file makes the choices that Pillow leaves open: the orientation, the background
+of transparent pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on decoding
+(`MediaLimits`).
 """
 
 import os
@@ -24,8 +25,8 @@ _TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) 
 class MediaLimits:
     """Limits on decoding, checked before memory is allocated; you can raise each limit.
 
-    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and raises an error above
-    twice as many. To go beyond that, raise both limits.
+    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and
+    raises an error above twice as many. To go beyond that, raise both limits.
     """
 
     max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
@@ -38,21 +39,24 @@ LIMITS = MediaLimits()
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """Return one image as a PIL image in RGB mode; its `.info["source"]` names the file it came from.
 
-    source: a path; a PIL image; an array or a tensor (H, W), (H, W, 1 | 3 | 4) or (1 | 3 | 4, H, W) of uint8, uint16,
-    integers in [0, 255], floats in [0, 1], or booleans (True is white). limits: limits on reading from a
-    file; arrays have no limit.
+    source: a path; a PIL image; an array or a tensor (H, W), (H, W, 1 | 3 | 4) or (1 | 3 | 4, H, W)
+    of uint8, uint16, integers in [0, 255], floats in [0, 1], or booleans (True is white). limits:
+    limits on reading from a file; arrays have no limit.
 
-    The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools. Transparent pixels
-    are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
-    transparent pixels. An animation is read as its first frame.
+    The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools.
+    Transparent pixels are blended onto white, as transformers 5.23 does; 5.17 drops the alpha
+    channel and shows the colours stored in transparent pixels. An animation is read as its first
+    frame.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I" does not record how
-    many bits its integers have. In a PNG or PPM file, they have 16 bits. In other files, they are read as 8-bit values
-    if none is above 255, and as 16-bit values otherwise. Mode "F" contains floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I"
+    does not record how many bits its integers have. In a PNG or PPM file, they have 16 bits. In
+    other files, they are read as 8-bit values if none is above 255, and as 16-bit values otherwise.
+    Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of source. Raises
-    ValueError, with the name of the file and the reason, for a file that Pillow cannot decode, for an image that is
-    empty or larger than `limits`, and for an array of a different shape, dtype or range.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
+    source. Raises ValueError, with the name of the file and the reason, for a file that Pillow
+    cannot decode, for an image that is empty or larger than `limits`, and for an array of a
+    different shape, dtype or range.
     """
     origin = ""
     if is_path := isinstance(source, (str, os.PathLike)):
@@ -101,10 +105,11 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
 def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampling.BICUBIC) -> Image.Image:
     """Resize an 8-bit image with Pillow, first its width, then its height.
 
-    Pillow rounds and clips to 8 bits between the two passes, so their order changes the result. Pillow 13.0 runs the
-    vertical pass first if the height shrinks by more than twice as many pixels as the width. Up to Pillow 12, and in
-    torchvision, the horizontal pass runs first, so the released models were trained on these pixels. Two calls with
-    one pass each give them under any version.
+    Pillow rounds and clips to 8 bits between the two passes, so their order changes the result.
+    Pillow 13.0 runs the vertical pass first if the height shrinks by more than twice as many pixels
+    as the width. Up to Pillow 12, and in torchvision, the horizontal pass runs first, so the
+    released models were trained on these pixels. Two calls with one pass each give them under any
+    version.
     """
     across = image.resize((width, image.height), resampling)
     return across.resize((width, height), resampling)
@@ -113,7 +118,8 @@ def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampl
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
     """Return a tensor or array as (H, W) or (H, W, 3 | 4); the channels may come first.
 
-    If the first and the last size could both count channels, those of a tensor come first, and those of an array last.
+    If the first and the last size could both count channels, those of a tensor come first, and
+    those of an array last.
     """
     array: Any = source
     if isinstance(source, torch.Tensor):

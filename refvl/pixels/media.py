@@ -3,10 +3,12 @@
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are sampled, when each frame is
-shown, which side is up, and how much may be decoded (`MediaLimits`). The steps for a file:
+PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are
+sampled, when each frame is shown, which side is up, and how much may be decoded (`MediaLimits`).
+The steps for a file:
 
-    open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
+    open -> list the packets (how many frames there are, and when) -> sample -> open again, decode
+    forward -> stack
 
 The file is decoded forward once, without seeking, and only the sampled frames are kept.
 """
@@ -75,14 +77,15 @@ def sample_frame_indices(
 ) -> list[int]:
     """Return the indices of the sampled frames: evenly spaced, `fps` per second (default 2), or `num_frames` in total.
 
-    The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
-    (num_frames is rounded to the nearest multiple). Frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which computes the indices in floating point. In transformers, some lengths
-    give one index past the end (61 frames at num_frames=14), and beyond 16,000 frames some indices are too large by
-    one. A video shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
+    The number is clamped to [min_frames, max_frames], then rounded down to a multiple of
+    temporal_patch_size (num_frames is rounded to the nearest multiple). Frame i is `i * total //
+    number`. This is the rule of transformers' `Qwen2VLVideoProcessor.sample_frames`, which computes
+    the indices in floating point. In transformers, some lengths give one index past the end (61
+    frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video
+    shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
 
-    Raises ValueError if both fps and num_frames are given, or if more frames are requested than exist. Raises TypeError
-    if a limit is not an integer.
+    Raises ValueError if both fps and num_frames are given, or if more frames are requested than
+    exist. Raises TypeError if a limit is not an integer.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
@@ -120,23 +123,27 @@ def load_video(
 ) -> Video:
     """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each of a type that `load_image` accepts; an array or a tensor, (T, H, W, 3) or
-    (T, 3, H, W); a pair (frames, metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
-    sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps`
-    per second (default 2), unless source_fps sets their recorded rate or num_frames sets the number to sample. For a
-    file, source_fps overrides its times. sample: a function that replaces the sampling rule for a file; it maps
-    (total_num_frames, source_fps) to increasing indices. video_start, video_end: the seconds of a file between which
-    frames are sampled, as if it had no others; their times stay those of the file. limits: the limits on decoding.
-    Memory grows with the frames that are kept and not with the length of the video.
+    source: a path; a list of frames, each of a type that `load_image` accepts; an array or a
+    tensor, (T, H, W, 3) or (T, 3, H, W); a pair (frames, metadata), with keys as in `with_times`;
+    or a Video, which is returned unchanged. The sampling arguments are those of
+    `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps` per second
+    (default 2), unless source_fps sets their recorded rate or num_frames sets the number to sample.
+    For a file, source_fps overrides its times. sample: a function that replaces the sampling rule
+    for a file; it maps (total_num_frames, source_fps) to increasing indices. video_start,
+    video_end: the seconds of a file between which frames are sampled, as if it had no others; their
+    times stay those of the file. limits: the limits on decoding. Memory grows with the frames that
+    are kept and not with the length of the video.
 
-    The times of a file are those of its packets. If they equal index / rate (within one tick of the file's clock), the
-    header's rate is used. If the rate varies, the rule samples at the average rate, source_fps, and the timestamps of
-    the selected frames are exact. The rotation or mirroring in a file's display matrix, as written by phones, is
-    applied (transformers' PyAV reader ignores it).
+    The times of a file are those of its packets. If they equal index / rate (within one tick of the
+    file's clock), the header's rate is used. If the rate varies, the rule samples at the average
+    rate, source_fps, and the timestamps of the selected frames are exact. The rotation or mirroring
+    in a file's display matrix, as written by phones, is applied (transformers' PyAV reader ignores
+    it).
 
-    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of source. Raises
-    ValueError, with the name of the file and the reason, for a file that PyAV cannot decode, that ends before its
-    header says (MP4, AVI), or that is larger than `limits`. Also raises ValueError for frames of unequal size.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
+    source. Raises ValueError, with the name of the file and the reason, for a file that PyAV cannot
+    decode, that ends before its header says (MP4, AVI), or that is larger than `limits`. Also
+    raises ValueError for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
@@ -261,7 +268,8 @@ def _is_shown(packet, codec: str) -> bool:
 
     Counting packets without a shown frame would shift all later frames in time.
 
-    Packets may be empty, and an edit list hides some of them. VP8 has hidden frames, to which other frames refer.
+    Packets may be empty, and an edit list hides some of them. VP8 has hidden frames, to which other
+    frames refer.
     """
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
@@ -293,9 +301,9 @@ def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> t
 def upright(image: np.ndarray, matrix) -> np.ndarray:
     """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
 
-    matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset
-    are not applied, and an oblique angle counts as the nearest quarter turn. FFmpeg's programs do the same with their
-    transpose, hflip and vflip filters.
+    matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d
+    y). Scale and offset are not applied, and an oblique angle counts as the nearest quarter turn.
+    FFmpeg's programs do the same with their transpose, hflip and vflip filters.
     """
     if matrix is None:
         return image
@@ -326,8 +334,9 @@ def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_f
 def with_times(frames: np.ndarray, metadata: dict) -> Video:
     """Return frames that were sampled elsewhere, with their times.
 
-    metadata: the keys of transformers' `VideoMetadata`, of which `fps`, the rate of the source, `frames_indices` and
-    `total_num_frames` count; without indices, the frames are the whole source. Or else `timestamps`, in seconds.
+    metadata: the keys of transformers' `VideoMetadata`, of which `fps`, the rate of the source,
+    `frames_indices` and `total_num_frames` count; without indices, the frames are the whole source.
+    Or else `timestamps`, in seconds.
     """
     seconds = metadata.get("timestamps")
     times = metadata.get("frames_indices") if seconds is None else seconds

@@ -199,7 +199,8 @@ class _Names(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if where := self.__dict__.get("homes", {}).get(name):
-            setattr(*where, value)
+            home, attribute = where
+            setattr(home, attribute, value)
 
 
 def _by_name(model) -> nn.Module:

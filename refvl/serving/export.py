@@ -84,14 +84,13 @@ def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]
     suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
     found = dict[str, Path]()
     for source in map(Path, [media] if isinstance(media, (str, Path)) else media):
-        paths = sorted(source.rglob("*")) if source.is_dir() else [source]
-        for path in paths:
-            name = path.relative_to(source).as_posix() if source.is_dir() else path.name
-            if path != source and path.suffix.lower() not in suffixes:
-                continue
-            if name in found:
-                raise ValueError(f"media: {found[name]} and {path} have the same name; encode them separately")
-            found[name] = path
+        files = {source.name: source}
+        if source.is_dir():
+            paths = [path for path in sorted(source.rglob("*")) if path.suffix.lower() in suffixes]
+            files = {path.relative_to(source).as_posix(): path for path in paths}
+        for name in files.keys() & found.keys():
+            raise ValueError(f"media: {found[name]} and {files[name]} have the same name; encode them separately")
+        found |= files
     if not found:
         raise ValueError(f"media: {media} contains no image or video")
     return found
@@ -211,15 +210,14 @@ def _batches(vlm: Any, todo: dict[str, Path], failed: dict[str, str]) -> Iterato
 
 
 def _decode(vlm: Any, path: Path) -> Item:
-    header: dict[str, Any] = {"source": stamp_of(path)}
     if is_video(path):
-        video = vlm.processor.load_video(path, {})
+        medium = vlm.processor.load_video(path, {})
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
-        header |= {"kind": "video", "size": video.frames.shape[2:0:-1], "second_per_grid": step / video.fps}
-        return video, header | {"layout": vlm.processor.layout_of(video)}
-    image = load_image(path, limits=vlm.processor.limits)
-    header |= {"kind": "image", "size": image.size}
-    return image, header | {"layout": vlm.processor.layout_of(image)}
+        header = {"kind": "video", "size": medium.frames.shape[2:0:-1], "second_per_grid": step / medium.fps}
+    else:
+        medium = load_image(path, limits=vlm.processor.limits)
+        header = {"kind": "image", "size": medium.size}
+    return medium, header | {"source": stamp_of(path), "layout": vlm.processor.layout_of(medium)}
 
 
 def _encode(vlm: Any, batch: dict[str, Item], failed: dict[str, str]) -> dict[str, Tensor]:

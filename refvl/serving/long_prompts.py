@@ -108,20 +108,16 @@ def prefill_in_chunks(
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     places = media_places(trace.spans)
-    rows, keep = list[Tensor](), list[Tensor]()  # of pieces that were begun
+    rows, keep = language_model.text_rows(trace.full_ids[:0]), trace.keep[:0]  # of pieces that were begun
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
         rows_LW = language_model.text_rows(trace.full_ids[start:stop])
         here = places[(places >= start) & (places < stop)]
-        while sum(map(len, keep)) < len(here):
+        while len(keep) < len(here):
             piece, mask = next(pieces)
-            rows.append(piece)
-            keep.append(mask)
-        if n := len(here):
-            rows, keep = [torch.cat(rows)], [torch.cat(keep)]
-            rows_LW[here - start] = rows[0][:n].to(rows_LW)
-            trace.keep[here] = keep[0][:n]
-            rows, keep = [rows[0][n:]], [keep[0][n:]]
+            rows, keep = torch.cat([rows, piece.to(rows)]), torch.cat([keep, mask])
+        rows_LW[here - start], rows = rows.tensor_split([len(here)])
+        trace.keep[here], keep = keep.tensor_split([len(here)])
         kept = trace.keep[start:stop]
         if sum(trace.chunks) + int(kept.sum()) >= limit:
             raise ValueError(f"prompt: expected at most {limit - 1} tokens for the context of {limit}")

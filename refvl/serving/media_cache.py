@@ -17,7 +17,7 @@ and nothing is answered from the cache.
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -81,7 +81,7 @@ class MediaCache:
         """Set the limit. An item that is larger than the limit is encoded, but not cached."""
         self.max_tokens = check_positive_int(max_tokens, "media_cache")
         self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used entry comes first
-        self._stats = MediaCacheStats()
+        self._counts: Any = Counter()
         self._lock = Lock()
 
     def __reduce__(self) -> tuple:
@@ -120,9 +120,7 @@ class MediaCache:
             self._kept |= {keys[i]: found[keys[i]] for i in missing if len(found[keys[i]].rows) <= self.max_tokens}
             while self._tokens() > self.max_tokens:
                 self._kept.popitem(last=False)
-            s, h = self._stats, sum(hits)
-            counted = {"hits": s.hits + h, "misses": s.misses + len(missing)}
-            self._stats = replace(s, **counted, seconds_saved=s.seconds_saved + saved)
+            self._counts.update(hits=sum(hits), misses=len(missing), seconds_saved=saved)
         return copies, hits
 
     def _tokens(self) -> int:
@@ -132,13 +130,13 @@ class MediaCache:
         """Return hits, misses and the seconds saved since `clear`, and the items, tokens and bytes stored now."""
         with self._lock:
             size = sum(entry.rows.nbytes for entry in self._kept.values())
-            return replace(self._stats, items=len(self._kept), tokens=self._tokens(), bytes=size)
+            return MediaCacheStats(**self._counts, items=len(self._kept), tokens=self._tokens(), bytes=size)
 
     def clear(self) -> None:
         """Drop all embeddings and reset the counters."""
         with self._lock:
             self._kept.clear()
-            self._stats = MediaCacheStats()
+            self._counts.clear()
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:

@@ -171,8 +171,6 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
     a, b = ours.tensors[name], theirs.tensors[name]
     if a.shape != b.shape:
         return Difference(name, True, nan, nan, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    if name == MARGINS:
-        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # up to the first token that differs
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
     same = (x == y) | (x.isnan() & y.isnan())  # == covers inf
@@ -195,18 +193,16 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
     """Return the allowed difference between values: a number, or a tensor with one row per layer
     for the states, and per token for the inputs of the text model.
     """
-    if name == STATES or name.startswith("merge/"):
+    share = RTOL if rtol is None else rtol
+    if name == STATES or name.startswith("merge/"):  # rows of text are small beside those of media
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
-    if name.startswith("merge/"):  # rows of text are small beside those of media
-        return scales * (RTOL if rtol is None else rtol)
-    if name == STATES:
-        shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
-        return torch.tensor(shares)[:, None] * scales
+        if name == STATES and rtol is None:
+            return torch.tensor([[rounding(ours, theirs, layer)] for layer in range(len(y))]) * scales
+        return share * scales
     if name in (LOGITS, MARGINS):
-        logits = theirs.tensors.get(LOGITS)
-        scale = scale if logits is None else float(logits.float().abs().max())
+        scale = float(theirs.tensors.get(LOGITS, y).float().abs().max())
         return scale * (rounding(ours, theirs) if rtol is None else rtol)
-    return scale * (RTOL if rtol is None else rtol)
+    return share * scale
 
 
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
@@ -237,15 +233,6 @@ def _inputs_apart(ours: Stages, theirs: Stages) -> float:
         return 0.0
     norms = y.float().norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     return float(((x.float() - y.float()).norm(dim=1) / norms).nan_to_num(nan=0.0).max())
-
-
-def _same_tokens(ours: Stages, theirs: Stages) -> int:
-    """Count the matching new tokens before the first mismatch."""
-    x, y = (run.tensors.get(NEW_TOKENS) for run in (ours, theirs))
-    if x is None or y is None:
-        return 0
-    count = min(len(x), len(y))
-    return int((x[:count] == y[:count]).int().cumprod(0).sum())
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:

@@ -52,10 +52,10 @@ def check_gpu(
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON, a new file. thorough: run every check, in at most ten minutes; otherwise run those
-    that fit in a minute. bench, checks, seconds: the work, the checks and the time limit; only tests
-    set them. Raises ValueError if `device` is not a CUDA device, and FileExistsError if `out` exists.
-    If the device cannot run anything, "problem" contains the reason.
+    out: the JSON, a new file. thorough: run every check, in at most ten minutes; otherwise run
+    those that fit in a minute. bench, checks, seconds: the work, the checks and the time limit;
+    only tests set them. Raises ValueError if `device` is not a CUDA device, and FileExistsError if
+    `out` exists. If the device cannot run anything, "problem" contains the reason.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -131,7 +131,8 @@ def describe_machine() -> dict[str, Any]:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention.
 
-    Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no such GPU.
+    Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no
+    such GPU.
     """
     torch.cuda.init()
     if device.index >= (count := torch.cuda.device_count()):

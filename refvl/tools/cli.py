@@ -347,7 +347,3 @@ def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool
 def main() -> None:
     """Run the command line."""
     app()
-
-
-if __name__ == "__main__":
-    main()

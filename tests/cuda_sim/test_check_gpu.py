@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from simulated_cuda import simulated_cuda
 
 from refvl.encoders import Qwen2_5_VisionConfig
@@ -58,12 +57,16 @@ def test_all_checks_pass_on_the_second_gpu(gpus, monkeypatch, tmp_path, capsys):
     assert f"check-gpu: simulated (9.0), torch {torch.__version__} passes 5 checks; attach" in said
     assert "56 px" not in said or "84 px: graph alone" in said
     named = {row["check"] for entry in result["checks"].values() for row in entry["rows"]}
-    assert {"Step3-VL, float16, graphs", "Qwen2.5-VL, float16, compiled"} <= named
+    assert {"Step3-VL, torch.float16, graphs", "Qwen2.5-VL, torch.float16, compiled"} <= named
 
 
 def wrong_rotary(monkeypatch):
     right = rotary.rotary_matrices
-    monkeypatch.setattr(rotary, "rotary_matrices", lambda cos, sin: right(torch.ones_like(cos), torch.zeros_like(sin)))
+
+    def wrong_on_gpus(cos, sin):
+        return right(torch.ones_like(cos), torch.zeros_like(sin)) if cos.is_cuda else right(cos, sin)
+
+    monkeypatch.setattr(rotary, "rotary_matrices", wrong_on_gpus)
 
 
 def tests_that_fail(monkeypatch):
@@ -132,17 +135,3 @@ def test_why_nothing_can_run_is_said_in_words(gpus, monkeypatch, tmp_path):
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="device: expected the name of a CUDA device, got 'cpu'"):
         runner.check_gpu("cpu")
-
-
-@pytest.mark.thorough
-def test_the_expected_results_are_those_of_this_cpu():
-    """The committed file. Oracle: the same computed here; ids must be equal."""
-    kept, fresh = load_file(gpu_checks.EXPECTED), gpu_checks.cpu_results()
-    assert kept.keys() == fresh.keys()
-    for key, value in fresh.items():
-        if key.startswith("ids"):
-            assert torch.equal(value, kept[key])
-        else:
-            encoder, rows, layouts = gpu_checks.build_tower(key.removeprefix("tower "))
-            allowed = gpu_checks._allowed(encoder, torch.float32) * gpu_checks._growth(encoder, rows, layouts)
-            assert gpu_checks._error(value, kept[key]) <= allowed

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
     "refvl/*.py": 1214, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2020,
-    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1070,
-    "refvl/study": 1482, "refvl/tools": 673, "refvl without viz": 10_120, "refvl/viz": 4000,
+    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1063,
+    "refvl/study": 1474, "refvl/tools": 640, "refvl without viz": 10_072, "refvl/viz": 4000,
     "tests": 15_980, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
     "raise in refvl without viz": 285, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
