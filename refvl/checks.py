@@ -145,13 +145,10 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
 
     items: the word for the rows in error messages.
     """
-    if hasattr(values, "tolist"):
-        if len(values.shape) != 2 or values.shape[1] != len(row.split()):
-            raise ValueError(f"{name}: expected shape ({items}, {len(row.split())}), got {tuple(values.shape)}")
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
-    return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
+    if hasattr(values, "tolist") and (len(values.shape) != 2 or values.shape[1] != len(row.split())):
+        raise ValueError(f"{name}: expected shape ({items}, {len(row.split())}), got {tuple(values.shape)}")
+    rows = as_sequence(values, name, f" of {row}")
+    return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(rows)]
 
 
 def check_plan(encoder: Any, layouts: list) -> list:
@@ -202,11 +199,14 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     return mask
 
 
-def as_sequence(values, name: str) -> Sequence:
-    """Return `values`, a tensor as lists, if it is a sequence but not a string; raise TypeError naming `name`."""
+def as_sequence(values, name: str, of: str = "") -> Sequence:
+    """Return `values`, a tensor as lists, if it is a sequence but not a string.
+
+    Raises TypeError, which names `name` and what it is a sequence `of`.
+    """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")
+        raise TypeError(f"{name}: expected a sequence{of}, got {type(values).__name__}")
     return values
 
 

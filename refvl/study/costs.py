@@ -29,7 +29,6 @@ from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px: the side of the image with which vLLM plans
-LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the most slices or crops
 EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # keys in text configs
 
 
@@ -274,7 +273,6 @@ def costs(
         }
 
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
-    largest = Blank(*image_size_with_most_features(limits)[::-1]) if limits else Blank(*[LARGER_THAN_ANY_CUT] * 2)
     planned = [cost(medium, pruning_rate) for medium in media]
     halves = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
     stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
@@ -293,7 +291,7 @@ def costs(
         "kv_cache_bytes_per_prompt": per_prompt,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
-        "largest_square_picture": cost(largest),
+        "largest_square_picture": cost(Blank(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)),
         "media": planned,
         "memory_bytes": weights + together + cache + per_prompt,
     }

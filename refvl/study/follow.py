@@ -167,8 +167,9 @@ class Recorder:
         """Record an entered function; return the trace function for its lines."""
         if not (file := self._file(frame)):
             return None
-        if frame.f_code is STAGE:
-            self._turn(frame)
+        if frame.f_code is STAGE:  # entered when a stage begins, and resumed when it ends
+            self.is_timed = not self.is_timed
+            self.stage = frame.f_locals["name"] if self.is_timed else None
         if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the enclosing function
             self._enter(file, frame)
         lines = self.events[file]
@@ -201,11 +202,6 @@ class Recorder:
         while frame is not None and not self._file(frame):
             frame = frame.f_back
         return frame and (self._file(frame), frame.f_lineno)
-
-    def _turn(self, frame: FrameType) -> None:
-        """Record that a stage begins when `Trace.stage` is entered, and ends when it is resumed."""
-        self.is_timed = not self.is_timed
-        self.stage = frame.f_locals["name"] if self.is_timed else None
 
     def forward(self, *_: Any) -> None:
         """Record a call of the language model, which comes after the last stage that `Trace` times.

@@ -10,18 +10,16 @@ run does not pass.
 
 import json
 import os
-import platform
-import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.table import Table
+from torch.utils import collect_env
 
 import refvl
 from refvl.attention import available_backends
@@ -29,7 +27,6 @@ from refvl.paths import CLONE, ROOT, write_whole
 from refvl.tools import gpu_checks
 from refvl.tools.gpu_checks import Bench, Skipped
 
-GIT = ("git", "-C", str(CLONE))
 SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
 FORMAT = 1  # the version of the JSON's layout
 GOOD = ("passed", "skipped")  # a check in one of these states does not fail a run
@@ -46,26 +43,23 @@ def check_gpu(
     out: str | Path = "check-gpu.json",
     *,
     thorough: bool = False,
-    bench: Bench | None = None,
-    checks: Mapping[str, Callable[[Bench], Iterator[dict]]] | None = None,
-    seconds: float | None = None,
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
     out: the JSON, a new file. thorough: run every check, in at most ten minutes; otherwise run
-    those that fit in a minute. bench, checks, seconds: the work, the checks and the time limit;
-    only tests set them. Raises ValueError if `device` is not a CUDA device, and FileExistsError if
-    `out` exists. If the device cannot run anything, "problem" contains the reason.
+    those that fit in a minute. Raises ValueError if `device` is not a CUDA device, and
+    FileExistsError if `out` exists. If the device cannot run anything, "problem" contains the
+    reason.
     """
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device: expected the name of a CUDA device, got {str(device)!r}")
     device = torch.device("cuda", device.index or 0)
-    bench = bench or Bench(device, tower=gpu_checks.SEVEN_B if thorough else gpu_checks.TWO_BLOCKS)
-    checks = checks or (gpu_checks.ALL if thorough else gpu_checks.QUICK)
+    bench = Bench(device, gpu_checks.SEVEN_B if thorough else gpu_checks.TWO_BLOCKS)
+    checks = gpu_checks.ALL if thorough else gpu_checks.QUICK
     if Path(out).exists():
         raise FileExistsError(f"out: {out} already exists; choose a different file")
-    limit = time.monotonic() + (SECONDS[thorough] if seconds is None else seconds)
+    limit = time.monotonic() + SECONDS[thorough]
     result: dict[str, Any] = {
         "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
         "checks": {name: {"state": "not reached", "rows": []} for name in checks},
@@ -74,12 +68,11 @@ def check_gpu(
     def save() -> None:
         write_whole(Path(out), (json.dumps(result, indent=1) + "\n").encode())
 
-    save()
     try:
         result["environment"] |= describe_device(device)
         with torch.cuda.device(device):
             for name, check in checks.items():
-                _run(check, replace(bench, device=device), result["checks"][name], save, limit)
+                _run(check, bench, result["checks"][name], save, limit)
         result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
@@ -114,16 +107,12 @@ def _run(check: Callable, bench: Bench, entry: dict, save: Callable, limit: floa
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the versions and the GPUs without using torch.cuda, so it works on every machine."""
-    return {
+    """Return versions and GPUs, as torch asks for them in its own issues."""
+    commit = f'git -C "{CLONE}" describe --always --dirty --abbrev=12 --exclude="*"'
+    return collect_env.get_env_info()._asdict() | {
         "refvl": refvl.__version__,
-        "commit": _say(*GIT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if ROOT == CLONE else "",
-        "python": platform.python_version(),
-        "os": platform.platform(),
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
+        "commit": collect_env.run(commit)[1] if ROOT == CLONE else "",
         "transformers": transformers.__version__,
-        "nvidia_smi": _say("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
@@ -145,17 +134,8 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "gpus": count,
         "built_for": torch.cuda.get_arch_list(),
-        "cudnn": torch.backends.cudnn.version(),
         "attention": describe_backend(available_backends(device, torch.float16)[0]),
     }
-
-
-def _say(*command: str) -> str:
-    """Return the output of a command, or "" if it is missing or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -177,10 +157,10 @@ def verdict(result: dict) -> str:
     """Return the result of a run in one line."""
     where = result["environment"]
     if result["problem"]:
-        return f"check-gpu: {result['problem']}; nvidia-smi lists {where['nvidia_smi'] or 'no GPU'}"
+        return f"check-gpu: {result['problem']}; nvidia-smi lists {where['nvidia_gpu_models'] or 'no GPU'}"
     states = {key: entry["state"] for key, entry in result["checks"].items()}
     bad = [f"{key} ({state})" for key, state in states.items() if state not in GOOD]
-    name = f"{where['name']} ({where['capability']}), torch {where['torch']}"
+    name = f"{where['name']} ({where['capability']}), torch {torch.__version__}"
     if bad:
         return f"check-gpu: {len(bad)} of {len(states)} checks did not pass on {name}: {', '.join(bad)}"
     skipped = [key for key, state in states.items() if state == "skipped"]

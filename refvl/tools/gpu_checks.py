@@ -39,6 +39,7 @@ from refvl.study.costs import encoder_operations
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 SEVEN_B = Qwen2_5_VisionConfig()
 GRAPH_TOKENS = 64  # the largest budget of the checks, in which all their items fit
+SIDES = (16, 36, 74)  # of the images of `times`, in patches: 224, 504 and 1036 px
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 # one for each shipped model; each token wins by 3 logits, so rounding changes none
 QUESTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -63,7 +64,6 @@ class Bench:
 
     device: torch.device
     tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `times`
-    sides: Sequence[int] = (16, 36, 74)  # in patches: images of 224, 504 and 1036 px
 
     @property
     def half(self) -> torch.dtype:
@@ -200,7 +200,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
     rate = 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3  # operations per second
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
     compiled = dict[str, Callable]()
-    for side in bench.sides:
+    for side in SIDES:
         name, grid = f"{side * bench.tower.patch_size} px", [(1, side, side)]
         pixels, metadata = torch.ones(side**2, bench.tower.patch_values, **like), encoder.plan(grid)
         budgets = [len(pixels) // bench.tower.block_size]

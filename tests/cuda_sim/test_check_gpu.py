@@ -27,17 +27,18 @@ def gpus(monkeypatch, tmp_path):
         (tmp_path / "test_one.py").write_text("def test_one(): pass")  # in the place of `pytest -m gpu`
         suite = partial(gpu_checks.run_suite, arguments=(f"--rootdir={tmp_path}", str(tmp_path / "test_one.py")))
         monkeypatch.setattr(gpu_checks, "ALL", gpu_checks.ALL | {"suite": suite})
+        for name in ("SEVEN_B", "TWO_BLOCKS"):
+            monkeypatch.setattr(gpu_checks, name, Qwen2_5_VisionConfig.tiny())
+        monkeypatch.setattr(gpu_checks, "SIDES", (4, 6))
+        monkeypatch.setattr(runner, "SECONDS", {False: 600, True: 600})
+        monkeypatch.setattr(runner, "describe_machine", lambda: {"nvidia_gpu_models": "two"})
         yield machine
         monkeypatch.undo()  # here: later it would bring functions of this machine back
 
 
-def small_bench(device="cuda:0") -> gpu_checks.Bench:
-    return gpu_checks.Bench(torch.device(device), tower=Qwen2_5_VisionConfig.tiny(), sides=(4, 6))
-
-
-def run(out, *names, device="cuda:1", seconds=600, **options):
-    checks = {name: gpu_checks.ALL[name] for name in names} or None
-    result = runner.check_gpu(device, out, bench=small_bench(device), checks=checks, seconds=seconds, **options)
+def run(monkeypatch, out, checks, device="cuda:1"):
+    monkeypatch.setattr(gpu_checks, "QUICK", checks)
+    result = runner.check_gpu(device, out)
     assert json.loads(out.read_text()) == result
     return result
 
@@ -45,7 +46,6 @@ def run(out, *names, device="cuda:1", seconds=600, **options):
 @pytest.mark.thorough
 def test_all_checks_pass_on_the_second_gpu(gpus, monkeypatch, tmp_path, capsys):
     """From the command line to the file."""
-    monkeypatch.setattr(runner, "check_gpu", partial(runner.check_gpu, bench=small_bench(), seconds=600))
     out = tmp_path / "check.json"
     monkeypatch.setattr(sys, "argv", ["refvl", "check-gpu", "--all", "--device", "cuda:1", "--out", str(out)])
     with pytest.raises(SystemExit) as ended:
@@ -96,13 +96,13 @@ def test_a_planted_mistake_fails_its_check_and_leaves_the_others(gpus, monkeypat
     plant, state = PLANTED[name]
     plant(monkeypatch)
     checks = {name: gpu_checks.ALL[name], "after": lambda bench: iter([gpu_checks.row("a row", 1, 2)])}
-    result = runner.check_gpu("cuda:1", tmp_path / "check.json", bench=small_bench(), checks=checks)
+    result = run(monkeypatch, tmp_path / "check.json", checks)
     assert (result["checks"][name]["state"], result["passed"]) == (state, False)
     assert result["checks"]["after"]["state"] == "passed"
     assert f"1 of 2 checks did not pass on simulated (9.0), torch {torch.__version__}: {name}" in runner.verdict(result)
 
 
-def test_what_stops_a_run_leaves_what_was_found(gpus, tmp_path):
+def test_what_stops_a_run_leaves_what_was_found(gpus, monkeypatch, tmp_path):
     """Ctrl-C after a row, and a time that is up; measured values that JSON cannot hold."""
 
     def interrupted(bench):
@@ -110,26 +110,34 @@ def test_what_stops_a_run_leaves_what_was_found(gpus, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        runner.check_gpu("cuda", tmp_path / "a.json", checks={"first": interrupted, "second": interrupted})
+        run(monkeypatch, tmp_path / "a.json", {"first": interrupted, "second": interrupted})
     kept = json.loads((tmp_path / "a.json").read_text())
     assert [entry["state"] for entry in kept["checks"].values()] == ["running", "not reached"]
     assert kept["checks"]["first"]["rows"][0]["measured"] == "nan" and not kept["passed"]
-    result = run(tmp_path / "b.json", "towers", seconds=0)
+    monkeypatch.setattr(runner, "SECONDS", {False: 0})
+    result = run(monkeypatch, tmp_path / "b.json", {"towers": gpu_checks.check_towers})
     assert result["checks"]["towers"]["reason"] == "the time limit was reached after 1 rows"
 
 
 def test_why_nothing_can_run_is_said_in_words(gpus, monkeypatch, tmp_path):
     """By torch, if it finds no GPU: here the simulated machine is asked for a third one, then torch fails."""
-    result = run(tmp_path / "a.json", "times", device="cuda:3")
+    result = run(monkeypatch, tmp_path / "a.json", gpu_checks.QUICK, "cuda:3")
     assert "device: expected one of the 2 GPUs that torch sees, counted from 0, got cuda:3" in result["problem"]
 
     def init():
         raise RuntimeError("No CUDA GPUs are available")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    result = run(tmp_path / "b.json", "times")
+    result = run(monkeypatch, tmp_path / "b.json", gpu_checks.QUICK)
     assert result["problem"] == "RuntimeError: No CUDA GPUs are available" and not result["passed"]
     assert runner.verdict(result).startswith(f"check-gpu: {result['problem']}; nvidia-smi lists ")
+
+
+def test_a_machine_is_described_without_a_gpu():
+    """Oracle: the versions, and git's own word for the commit."""
+    found = runner.describe_machine()
+    assert found["torch_version"] == torch.__version__ and found["refvl"] and "nvidia_gpu_models" in found
+    assert json.dumps(found)
 
 
 def test_other_devices_are_refused():
