@@ -134,12 +134,6 @@ def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
     return [(h, w) for h, w in as_integer_rows(tgt_sizes, "(h, w)", name, items="slices")]
 
 
-def as_size(size, name: str) -> tuple[int, int]:
-    """Return the `size` of a slice as (h, w): two Python ints, each at least 1."""
-    h, w = as_integers(size, "(h, w)", name)
-    return h, w
-
-
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
     """Return `values`, a sequence of rows or an array (items, n), as tuples of Python ints (see `as_integers`).
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import as_size, check_shape
+from refvl.checks import as_integers, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.tables import resize_position_table, sincos_2d
@@ -66,7 +66,7 @@ class Resampler2(Resampler):
         """
         check_shape(x, ("B", "L", "kv_dim"), "x")
         side = int(x.shape[1] ** 0.5)
-        h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
+        h, w = (side, side) if tgt_size is None else as_integers(tgt_size, "(h, w)", "tgt_size")
         if h * w != x.shape[1]:
             raise ValueError(f"tgt_size: expected h * w = {x.shape[1]}, the number of patches in x, got {(h, w)}")
         metadata = self.plan([(h, w)] * len(x))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refvl.checks import as_sequence, as_size, as_sizes, check_integers, check_shape, is_integer
+from refvl.checks import as_integers, as_sequence, as_sizes, check_integers, check_shape, is_integer
 from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 
@@ -41,7 +41,8 @@ def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
 def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
     """Return a `SliceGroup` or (h, w) as a `SliceGroup`, with every value checked; ids that are all -1 become None."""
     if not isinstance(group, SliceGroup):
-        return SliceGroup((as_size(group, name),))
+        h, w = as_integers(group, "(h, w)", name)
+        return SliceGroup(((h, w),))
     slices = tuple(as_sizes(group.slices, f"{name}.slices"))
     if not slices:
         raise ValueError(f"{name}: expected at least one slice, got none")

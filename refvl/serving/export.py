@@ -166,22 +166,21 @@ def vllm_inputs(out: str | Path, names: Sequence[str]) -> dict[str, dict[str, An
     if isinstance(names, str):
         raise TypeError(f"names: expected a list of names, got {names!r}")
     data = dict[str, dict[str, Any]]()
-    headers = {name: read_header(target_of(out, name)) for name in names}
-    for kind in dict.fromkeys(header["kind"] for header in headers.values()):
-        of_kind = {name: header for name, header in headers.items() if header["kind"] == kind}
-        embeds = [read_embeddings(out, name) for name in of_kind]
-        family = next(iter(of_kind.values()))["settings"].partition(", ")[0]
+    items = [(read_header(target_of(out, name)), read_embeddings(out, name)) for name in names]
+    for kind in dict.fromkeys(header["kind"] for header, _ in items):
+        headers, embeds = zip(*[item for item in items if item[0]["kind"] == kind], strict=True)
+        family = headers[0]["settings"].partition(", ")[0]
         if family not in ACCEPTED:
             raise ValueError(f"out: expected embeddings that vLLM accepts ({', '.join(ACCEPTED)}), got {family}")
         if family == "Qwen2.5-VL":
-            grids = torch.tensor([header["layout"] for header in of_kind.values()])
+            grids = torch.tensor([header["layout"] for header in headers])
             data[kind] = {f"{kind}_embeds": torch.cat(embeds), f"{kind}_grid_thw": grids}
             if kind == "video":
-                seconds = [header["second_per_grid"] for header in of_kind.values()]
+                seconds = [header["second_per_grid"] for header in headers]
                 data[kind]["second_per_grid_ts"] = torch.tensor(seconds)
         elif kind == "image":  # vLLM recomputes the number of slices from the size of the image
-            sizes = torch.tensor([header["size"] for header in of_kind.values()])
-            data[kind] = {"image_embeds": embeds, "image_sizes": sizes}
+            sizes = torch.tensor([header["size"] for header in headers])
+            data[kind] = {"image_embeds": list(embeds), "image_sizes": sizes}
         else:
             raise ValueError("names: expected images, because vLLM does not pack frames of MiniCPM-V's videos")
     return data

@@ -359,12 +359,11 @@ def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixel
     """
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        return
-    if not isinstance(processor.image_config, PatchConfig):
+    if isinstance(processor.image_config, PatchConfig):
+        processor.image_config = replace(processor.image_config, **changes)
+        processor.video_config = replace(processor.video_config, **changes)
+    elif changes:
         raise ValueError(f"{next(iter(changes))}: not supported by this family, which has no limits in pixels")
-    processor.image_config = replace(processor.image_config, **changes)
-    processor.video_config = replace(processor.video_config, **changes)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -114,23 +114,18 @@ def chat(
     model = _load(checkpoint, device, dtype, attention, graphs, adapters=adapter)
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
     if jsonl is not None:
-        _answer_file(model, jsonl, out, common)
+        from refvl.serving.requests import answer_file
+
+        answers = Path(out or f"{jsonl}.answers.jsonl")
+        errors = answer_file(model, Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
+        print(f"answers in {answers}", flush=True)
+        for name, error in errors.items():
+            print(f"refvl: {jsonl}, id {name}: {error}", file=sys.stderr)
+        raise SystemExit(1 if errors else 0)
     media = {"images": image or (), "videos": video or ()}
     for piece in model.chat(prompt, **media, stream=True, prefill_chunk=prefill_chunk, **common):
         print(piece, end="", flush=True)
     print()
-
-
-def _answer_file(model: Any, jsonl: str, out: str | None, common: dict) -> None:
-    """Answer a file of requests, report the failed ones, and exit."""
-    from refvl.serving.requests import answer_file
-
-    answers = Path(out or f"{jsonl}.answers.jsonl")
-    errors = answer_file(model, Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
-    print(f"answers in {answers}", flush=True)
-    for name, error in errors.items():
-        print(f"refvl: {jsonl}, id {name}: {error}", file=sys.stderr)
-    raise SystemExit(1 if errors else 0)
 
 
 @command()
