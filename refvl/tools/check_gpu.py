@@ -25,10 +25,9 @@ import refvl
 from refvl.attention import available_backends
 from refvl.paths import CLONE, ROOT, write_whole
 from refvl.tools import gpu_checks
-from refvl.tools.gpu_checks import Bench, Skipped
+from refvl.tools.gpu_checks import Skipped
 
 SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
-FORMAT = 1  # the version of the JSON's layout
 GOOD = ("passed", "skipped")  # a check in one of these states does not fail a run
 
 
@@ -55,13 +54,12 @@ def check_gpu(
     if device.type != "cuda":
         raise ValueError(f"device: expected the name of a CUDA device, got {str(device)!r}")
     device = torch.device("cuda", device.index or 0)
-    bench = Bench(device, gpu_checks.SEVEN_B if thorough else gpu_checks.TWO_BLOCKS)
     checks = gpu_checks.ALL if thorough else gpu_checks.QUICK
     if Path(out).exists():
         raise FileExistsError(f"out: {out} already exists; choose a different file")
     limit = time.monotonic() + SECONDS[thorough]
     result: dict[str, Any] = {
-        "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
+        "format": 1, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
         "checks": {name: {"state": "not reached", "rows": []} for name in checks},
     }  # fmt: skip
 
@@ -72,7 +70,7 @@ def check_gpu(
         result["environment"] |= describe_device(device)
         with torch.cuda.device(device):
             for name, check in checks.items():
-                _run(check, bench, result["checks"][name], save, limit)
+                _run(check, device, result["checks"][name], save, limit)
         result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
@@ -81,12 +79,12 @@ def check_gpu(
     return result
 
 
-def _run(check: Callable, bench: Bench, entry: dict, save: Callable, limit: float) -> None:
+def _run(check: Callable, device: torch.device, entry: dict, save: Callable, limit: float) -> None:
     """Run one check and record its rows, state and seconds. Only interrupts propagate."""
     entry["state"], start = "running", time.monotonic()
     save()
     try:
-        for row in check(bench):
+        for row in check(device):
             entry["rows"].append(row)
             save()
             if time.monotonic() > limit:
@@ -118,7 +116,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return the GPU's name, capability and memory, torch's architectures, and a half-precision tower's attention.
+    """Return the GPU's name, capability and memory, torch's architectures, and the attention of a
+    half-precision tower.
 
     Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no
     such GPU.
@@ -132,7 +131,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "name": properties.name,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "gpus": count,
         "built_for": torch.cuda.get_arch_list(),
         "attention": describe_backend(available_backends(device, torch.float16)[0]),
     }

@@ -323,8 +323,8 @@ def check_gpu(
     """
     from refvl.tools import check_gpu as checks
 
-    limit = checks.SECONDS[thorough] + 120
-    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)  # if a kernel hangs
+    # if a kernel hangs
+    faulthandler.dump_traceback_later(checks.SECONDS[thorough] + 120, exit=True, file=sys.__stderr__ or 2)
     try:
         result = checks.check_gpu(device, out, thorough=thorough)
     finally:

@@ -1,4 +1,4 @@
-"""The checks of `python -m refvl check-gpu`: each one is a function that accepts a `Bench` and yields rows.
+"""The checks of `python -m refvl check-gpu`: each one is a function that accepts a device and yields rows.
 
     towers      all towers, eager and with graphs, against the same towers on this machine's CPU
     answers     answers of the shipped models, against the answers that they were trained to give
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import isfinite
 from typing import Any
@@ -37,10 +37,9 @@ from refvl.paths import CLONE, DATA
 from refvl.study.costs import encoder_operations
 
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
-SEVEN_B = Qwen2_5_VisionConfig()
 GRAPH_TOKENS = 64  # the largest budget of the checks, in which all their items fit
 SIDES = (16, 36, 74)  # of the images of `times`, in patches: 224, 504 and 1036 px
-TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
+TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
 # one for each shipped model; each token wins by 3 logits, so rounding changes none
 QUESTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-qwen2_5_vl": ("What color is the circle?", "red", {"images": [SCENE]}),
@@ -58,16 +57,9 @@ class Skipped(Exception):
     """Raised by a check that cannot run on this machine; the message is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A device, and the amount of work that the checks run on it."""
-
-    device: torch.device
-    tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # used by `times`
-
-    @property
-    def half(self) -> torch.dtype:
-        return torch.bfloat16 if is_ampere(self.device) else torch.float16
+def half_of(device: torch.device) -> torch.dtype:
+    """Return the half precision that a device computes quickly."""
+    return torch.bfloat16 if is_ampere(device) else torch.float16
 
 
 def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
@@ -107,19 +99,19 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
     elif "Step" in name:
         layouts = [(1, 2), (0, 0)]
     generator = _draw_weights(encoder)
-    counts = _row_counts(encoder, layouts)
+    count = sum(encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts))
     values = getattr(encoder.config, "vision", encoder.config).patch_values
-    return encoder.eval(), torch.randn(sum(counts), values, generator=generator).half().float(), layouts
+    return encoder.eval(), torch.randn(count, values, generator=generator).half().float(), layouts
 
 
 @torch.inference_mode()
-def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
+def check_towers(device: torch.device, *, compiled: bool = False) -> Iterator[dict]:
     """Compare each tower in float32 and float16 with float32 on a CPU.
 
     Towers run eagerly and as graphs that replay two items in the order A, B, A. With `compiled`,
     only the compiled towers run.
     """
-    if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
+    if compiled and available_backends(device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, which needs compute capability 8.0 or higher")
     for name in towers():
         encoder, rows, layouts = build_tower(name)
@@ -127,8 +119,8 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
         growth = _growth(encoder, rows, layouts, wanted)
         has_graphs = next(family for family in FAMILIES if family.encoder is type(encoder)).can["graphs"]
         for dtype in (torch.float32, torch.float16):
-            encoder.to(bench.device, dtype)
-            values = rows.to(bench.device, dtype)
+            encoder.to(device, dtype)
+            values = rows.to(device, dtype)
             allowed, way = _allowed(encoder, dtype) * growth, "eager"
             if compiled:
                 if encoder.backend() != "varlen":  # blocks are compiled only for this backend
@@ -143,10 +135,13 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
 
 
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
-    """Replay two items in the order A, B, A; return the largest error, and the number of values of A that change."""
+    """Replay two items in the order A, B, A.
+
+    Returns the largest error, and the number of values of A that change.
+    """
     manager = EncoderGraphManager(encoder, max_budget=GRAPH_TOKENS, progress=False)
-    tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
-    parts, errors, outs = rows.split(_row_counts(encoder, layouts)), [], []
+    counts, tokens, _ = zip(*map(encoder.item_size, encoder.check_layouts(layouts)), strict=True)
+    parts, errors, outs = rows.split(counts), [], []
     for i in (0, 1, 0):
         [out] = manager.execute(parts[i], [layouts[i]])
         outs.append(out)
@@ -158,22 +153,22 @@ def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[
 
 
 @torch.inference_mode()
-def check_answers(bench: Bench) -> Iterator[dict]:
+def check_answers(device: torch.device) -> Iterator[dict]:
     """Check the answers of every shipped model in float32, in half precision and with graphs."""
     for name, (question, answer, media) in QUESTIONS.items():
-        for dtype in (torch.float32, bench.half):
-            model = load(name, device=bench.device, dtype=dtype, progress=False)
+        for dtype in (torch.float32, half_of(device)):
+            model = load(name, device=device, dtype=dtype, progress=False)
             yield row(f"{name}, {dtype}, wrong answers", model.chat(question, **media) != answer, 0)
         model.graphs = EncoderGraphManager(model.encoder, max_budget=GRAPH_TOKENS, progress=False)
         yield row(f"{name}, graphs, wrong answers", model.chat(question, **media) != answer, 0)
         yield row(f"{name}, graphs, items that ran eagerly", model.graphs.stats().misses, 0)
 
 
-def run_suite(bench: Bench, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
+def run_suite(device: torch.device, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
     """Run those of the repository's tests that need a GPU, in a process that sees only this device."""
     if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
         raise Skipped("needs a clone of the repository, and pip install -e '.[test]'")
-    index = bench.device.index or 0
+    index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[index] if visible[0] else str(index)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
@@ -188,22 +183,22 @@ def run_suite(bench: Bench, arguments: Sequence[str] = ("-m", "gpu")) -> Iterato
 
 
 @torch.inference_mode()
-def measure_times(bench: Bench) -> Iterator[dict]:
+def measure_times(device: torch.device, tower: Qwen2_5_VisionConfig = TWO_BLOCKS) -> Iterator[dict]:
     """Measure the median times of a tower in milliseconds, with torch's benchmark timer.
 
     The floor is the time that the tower's matmuls take at the rate of a large matmul.
     """
-    like: Any = {"device": bench.device, "dtype": bench.half}
-    encoder = Qwen2_5_VisionTransformer(bench.tower).eval().to(**like)
-    size = min(4096, 4 * bench.tower.hidden_size)
+    like: Any = {"device": device, "dtype": half_of(device)}
+    encoder = Qwen2_5_VisionTransformer(tower).eval().to(**like)
+    size = min(4096, 4 * tower.hidden_size)
     x = torch.ones(size, size, **like)
     rate = 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3  # operations per second
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
     compiled = dict[str, Callable]()
     for side in SIDES:
-        name, grid = f"{side * bench.tower.patch_size} px", [(1, side, side)]
-        pixels, metadata = torch.ones(side**2, bench.tower.patch_values, **like), encoder.plan(grid)
-        budgets = [len(pixels) // bench.tower.block_size]
+        name, grid = f"{side * tower.patch_size} px", [(1, side, side)]
+        pixels, metadata = torch.ones(side**2, tower.patch_values, **like), encoder.plan(grid)
+        budgets = [len(pixels) // tower.block_size]
         manager = EncoderGraphManager(encoder, budgets=budgets, max_items=1, max_frames=1, progress=False)
         manager.capture()
         [captured] = manager.captured.values()
@@ -249,12 +244,11 @@ def _draw_weights(encoder: Any) -> torch.Generator:
     return generator
 
 
-def _row_counts(encoder: Any, layouts: list) -> list[int]:
-    return [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
-
-
 def _growth(encoder: Any, rows: Tensor, layouts: list, before: Tensor) -> float:
-    """Return the growth of a small relative change of the rows, at least 1; rounding errors grow at the same rate."""
+    """Return the growth of a small relative change of the rows, at least 1.
+
+    Rounding errors grow at the same rate. before: the output without the change.
+    """
     noise = 1e-4 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
     after = encoder(rows * (1 + noise), layouts)
     return max(1.0, float((after - before).pow(2).mean().sqrt() / (1e-4 * before.abs().max())))
@@ -276,4 +270,8 @@ def _error(out_MD: Tensor, wanted: Tensor) -> float:
 
 
 QUICK = {"towers": check_towers, "answers": check_answers, "times": measure_times}
-ALL = QUICK | {"compiled": partial(check_towers, compiled=True), "suite": run_suite}
+ALL = QUICK | {
+    "times": partial(measure_times, tower=Qwen2_5_VisionConfig()),
+    "compiled": partial(check_towers, compiled=True),
+    "suite": run_suite,
+}

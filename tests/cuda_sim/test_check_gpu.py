@@ -26,9 +26,8 @@ def gpus(monkeypatch, tmp_path):
         monkeypatch.setattr(gpu_checks, "QUESTIONS", dict(list(gpu_checks.QUESTIONS.items())[:1]))
         (tmp_path / "test_one.py").write_text("def test_one(): pass")  # in the place of `pytest -m gpu`
         suite = partial(gpu_checks.run_suite, arguments=(f"--rootdir={tmp_path}", str(tmp_path / "test_one.py")))
-        monkeypatch.setattr(gpu_checks, "ALL", gpu_checks.ALL | {"suite": suite})
-        for name in ("SEVEN_B", "TWO_BLOCKS"):
-            monkeypatch.setattr(gpu_checks, name, Qwen2_5_VisionConfig.tiny())
+        times = partial(gpu_checks.measure_times, tower=Qwen2_5_VisionConfig.tiny())
+        monkeypatch.setattr(gpu_checks, "ALL", gpu_checks.ALL | {"suite": suite, "times": times})
         monkeypatch.setattr(gpu_checks, "SIDES", (4, 6))
         monkeypatch.setattr(runner, "SECONDS", {False: 600, True: 600})
         monkeypatch.setattr(runner, "describe_machine", lambda: {"nvidia_gpu_models": "two"})
@@ -95,7 +94,7 @@ def test_a_planted_mistake_fails_its_check_and_leaves_the_others(gpus, monkeypat
     """What runs after it passes."""
     plant, state = PLANTED[name]
     plant(monkeypatch)
-    checks = {name: gpu_checks.ALL[name], "after": lambda bench: iter([gpu_checks.row("a row", 1, 2)])}
+    checks = {name: gpu_checks.ALL[name], "after": lambda device: iter([gpu_checks.row("a row", 1, 2)])}
     result = run(monkeypatch, tmp_path / "check.json", checks)
     assert (result["checks"][name]["state"], result["passed"]) == (state, False)
     assert result["checks"]["after"]["state"] == "passed"
@@ -105,7 +104,7 @@ def test_a_planted_mistake_fails_its_check_and_leaves_the_others(gpus, monkeypat
 def test_what_stops_a_run_leaves_what_was_found(gpus, monkeypatch, tmp_path):
     """Ctrl-C after a row, and a time that is up; measured values that JSON cannot hold."""
 
-    def interrupted(bench):
+    def interrupted(device):
         yield gpu_checks.row("a row", float("nan"), 1)
         raise KeyboardInterrupt
 
