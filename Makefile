@@ -15,7 +15,7 @@ QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint quick test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint quick cpu test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,19 +28,20 @@ lint: $(STAMP) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# mypy, which uses one core, runs beside the tests
+# The types are checked beside the tests, which do not always need two cores
 test: $(STAMP) ## in four minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
-	$(MAKE) --no-print-directory --jobs=2 lint quick
+	$(MAKE) --no-print-directory --jobs=3 lint cpu quick
 
 quick: $(STAMP)
-	@$(BIN)/python tests/portable.py --cpu
 	$(BOTH) --tier quick $(TESTS)
+
+cpu: $(STAMP)
+	@$(BIN)/python tests/portable.py --cpu
 
 test-rest: $(STAMP) ## the tests and notebooks that `make test` leaves out
 	$(BOTH) --tier rest $(TESTS)
 
-test-all: lint ## style, types, all tests with their coverage, every notebook
-	@$(BIN)/python tests/portable.py --cpu
+test-all: lint cpu ## style, types, all tests with their coverage, every notebook
 	$(BOTH) --cov --cov-report= $(TESTS)
 	$(MAKE) test-claims
 

@@ -7,7 +7,9 @@ longer.
 import resource
 
 import pytest
+from nbclient import NotebookClient
 
+NotebookClient.shutdown_kernel.default_value = "immediate"  # Python needs three seconds to take torch down
 MOST = 180  # seconds
 BEFORE = pytest.StashKey[float]()
 

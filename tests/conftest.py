@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 from PIL import Image
 from tiers import mark_repeats, quick_tier, with_few_examples
@@ -26,6 +25,8 @@ def _complete_torchvision():
     """
     if importlib.util.find_spec("torchvision") is None:
         return None
+    import torch  # here, because the process that only hands out tests would wait for it
+
     try:
         import torchvision  # noqa: F401
     except RuntimeError:

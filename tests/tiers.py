@@ -3,10 +3,10 @@ is in both.
 
 The quick tier takes from each test its first case, and its first case of every kind of family. It
 leaves out what is marked `thorough`: tests that start processes, compile, or take seconds.
-Hypothesis tries a few examples only. Of the notebooks, it runs those in `NOTEBOOKS`.
+Hypothesis tries a few examples only. Of the notebooks, it runs 00 to 05.
 
-Siblings of another family are `slow`; so are all other cases of a test that is marked `matrix`,
-which takes a second per case.
+Siblings of another family are `slow`; so are, of the tests in `MATRIX`, which are costly, all cases
+but the first of every kind.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,18 @@ SIBLINGS = (  # families whose code is that of another, but for numbers or a tex
     "GLM-4.5V", "GLM-4.6V", "glm46v", "glmga", "qwen3_vl_moe", "qwen3_5_moe", "MiniCPM-V 2.5", "MiniCPM-V 4.0",
     "MiniCPM-V 4.6, 4x",
 )  # fmt: skip
-NOTEBOOKS = ("00", "01", "02", "03", "04", "05")
+MATRIX = (  # their names begin with "test_"
+    "every_weight_is_needed_and_none_is_unknown", "an_adapter_of_transformers_and_peft", "held_out_questions",
+    "every_caller_gets_its_own_embeddings", "training_starts_and_writes_a_folder_that_loads",
+    "a_release_is_as_reported_and_as_transformers_has_it", "a_wrong_count_stops_a_benchmark",
+    "the_demo_files_are_answered", "a_trace_keeps_what_the_rule_keeps", "forward_reads_nothing_back",
+    "processor_and_encoder_count_the_same_tokens", "any_batch_equals_the_eager_encoder",
+    "graphs_follow_the_weights", "packed_prompts_give_the_losses_and_gradients_of_separate_ones",
+    "a_spoiled_item_spoils_itself_alone_in_a_replay", "mrope_sections_fill_what_rotates",
+    "blocks_of_all_sizes_share_one_graph_without_a_break", "every_key_of_the_table_counts_where_it_says",
+    "a_replay_copies_rows_and_plan_and_waits_for_nothing", "pruned_prompts_are_those_without_graphs",
+    "a_planted_fault_is_found", "ids_logits_and_positions_equal_the_whole_prefill",
+)  # fmt: skip
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 
 
@@ -49,16 +60,15 @@ def quick_tier(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def is_left_out(item: pytest.Item) -> bool:
     """Whether the quick tier leaves out all cases of a test, or a notebook."""
     is_notebook = item.path.suffix == ".ipynb"
-    return item.name[:2] not in NOTEBOOKS if is_notebook else bool(item.get_closest_marker("thorough"))
+    return item.name > "06" if is_notebook else bool(item.get_closest_marker("thorough"))
 
 
 def mark_repeats(items: Sequence[pytest.Item]) -> None:
-    """Cases of siblings become `slow`, and the others of a test that is marked `matrix`; first cases
-    never do."""
+    """Cases of siblings become `slow`, and the others of a test in `MATRIX`; first cases never do."""
     first = set(first_cases(items))
     for item in items:
-        is_repeat = item.get_closest_marker("matrix") or any(name in item.nodeid for name in SIBLINGS)
-        if is_repeat and item not in first:
+        test = item.name.partition("[")[0].removeprefix("test_")
+        if item not in first and (test in MATRIX or any(name in item.nodeid for name in SIBLINGS)):
             item.add_marker("slow")
 
 

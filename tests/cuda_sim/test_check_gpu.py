@@ -1,15 +1,20 @@
 """`python -m refvl check-gpu` on the simulated device: all of it passes, and every check sees a planted mistake."""
 
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from simulated_cuda import simulated_cuda
+from typer.testing import CliRunner
 
+from benchmarks import graphs, tower
 from refvl.encoders import Qwen2_5_VisionConfig
+from refvl.paths import CLONE
 from refvl.positions import rotary
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
@@ -142,3 +147,21 @@ def test_a_machine_is_described_without_a_gpu():
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="device: expected the name of a CUDA device, got 'cpu'"):
         runner.check_gpu("cpu")
+
+
+@pytest.mark.thorough
+def test_the_steps_of_the_first_run_on_a_gpu_run(gpus, monkeypatch):
+    """Those of benchmarks/first_gpu.sh, with a small tower and without replays; `check-gpu` runs above."""
+    written = []
+    monkeypatch.setattr(tower, "TOWERS", {"cuda": {"tiny": Qwen2_5_VisionConfig.tiny()}})
+    monkeypatch.setattr(tower, "INPUTS", {"cuda": {"56 px": [(1, 4, 4)]}})
+    monkeypatch.setattr(tower, "write_measurement", lambda name, result: written.append(name))
+    monkeypatch.setattr(graphs, "run_tower", lambda *arguments: written.append(arguments))
+    script = (CLONE / "benchmarks" / "first_gpu.sh").read_text()
+    steps = {name: arguments.split() for name, arguments in re.findall(r"^step \d+ \w+ (\S+)(.*)", script, re.M)}
+    for module in (tower, graphs):
+        app = typer.Typer()
+        app.command()(module.run)
+        ran = CliRunner().invoke(app, steps[module.__name__])
+        assert ran.exit_code == 0, ran.exception
+    assert written == ["tower_cuda", *((name, "cuda", 10, True) for name in graphs.TOWERS)]

@@ -66,7 +66,6 @@ def hammer(managers, cases, calls):
 MANAGERS = [("Qwen2.5-VL", 2), ("Step3-VL", 2), *((family, 1) for family in FAMILIES)]
 
 
-@pytest.mark.matrix
 @pytest.mark.thorough
 @pytest.mark.parametrize(("family", "count"), MANAGERS)
 def test_every_caller_gets_its_own_embeddings(family, count, calls=5):

@@ -100,7 +100,6 @@ def assert_same(vlm, ours, theirs):
 
 
 @pytest.mark.thorough
-@pytest.mark.matrix
 @pytest.mark.parametrize(("folder", "targets"), CASES, indirect=["folder"], ids=str)
 def test_an_adapter_of_transformers_and_peft(folder, targets, tmp_path):
     """On tower, connector and text model, or on the head, whose own weight PEFT saves as well.

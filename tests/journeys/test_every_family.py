@@ -100,7 +100,6 @@ def test_a_config_alone_plans_what_a_run_encodes(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.matrix
 @each_family
 def test_every_weight_is_needed_and_none_is_unknown(name, tmp_path):
     """One dropped in each half, one added to each, one of another shape: all named."""

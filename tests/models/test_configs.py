@@ -114,7 +114,6 @@ TOTALS = {
 all_models = pytest.mark.parametrize("name", TOTALS)
 
 
-@pytest.mark.matrix
 @all_models
 def test_a_release_is_as_reported_and_as_transformers_has_it(name):
     """Oracles: the table above, and README's; transformers' model: names, and shapes up to

@@ -174,7 +174,6 @@ def within_goal(family, kind: str, asked: list[evaluate_tiny.Asked]) -> bool:
     return least - low <= evaluate_tiny.share(asked) <= most + high
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("family, kind", KINDS, ids=name_of)
 def test_held_out_questions(family, kind):
     """Oracle: the scene's own answer, letter by letter; a sample of what is measured, on other

@@ -94,7 +94,6 @@ def test_questions_about_pages_are_answered_as_if_asked_alone(crops):
 
 
 @pytest.mark.thorough
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_and_writes_a_folder_that_loads(name, tmp_path):
     """Four steps: the tower alone, then with the language model, asides and photographs; every

@@ -58,7 +58,6 @@ COUNTED = {
 } | {f"graphs, {name}": partial(graphs.run_tower, name, "cpu", 1, False) for name in graphs.TOWERS}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_wrong_count_stops_a_benchmark(small, monkeypatch, name):
     """Without a mistake it runs; with one multiplication more it raises before it measures that

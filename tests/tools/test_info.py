@@ -188,7 +188,7 @@ def with_key(values: dict, key: str, value) -> dict:
     return values | {first: with_key(values.get(first) or {}, rest, value) if rest else value}
 
 
-@pytest.mark.parametrize(("family", "kind", "file", "key"), LIMIT_KEYS, ids=" ".join)
+@pytest.mark.parametrize(("family", "kind", "file", "key"), LIMIT_KEYS)
 def test_every_key_of_the_table_counts_where_it_says(family, kind, file, key, tmp_path):
     """Oracle: the plan with the key changed, and transformers' image processor, where it reads the
     same file."""
