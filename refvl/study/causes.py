@@ -12,7 +12,6 @@ the other.
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -26,7 +25,7 @@ from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
 from refvl.positions import get_mrope_input_positions
 from refvl.serving.features import share_weights
 from refvl.study import releases
-from refvl.study.readout import Readout
+from refvl.study.readout import last_states
 
 LEFT = 1e-3  # a cause may leave this share of a difference unexplained
 THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope theta of released text models
@@ -44,7 +43,7 @@ def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> st
     """
     stage, what = name.split("/", 1)
     if what == "input_ids":
-        return _choice(model, trace, [run.tensors[name].tolist() for run in (a, b)]) if trace else ""
+        return releases.choice_behind(model, trace, [run.tensors[name].tolist() for run in (a, b)]) if trace else ""
     media = trace.media if trace else []
     runs = [run.tensors[name].float() for run in (a, b)]
     made = RECOMPUTED[stage](model, a, what, media) if stage in RECOMPUTED else iter(())
@@ -59,18 +58,6 @@ def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> st
     for cause, found in made:
         if found.shape == right.shape and float((found.float() - runs[odd]).norm()) <= enough * distances[odd]:
             return f"{cause}, in {'ab'[odd]} ({(a, b)[odd].source})"
-    return ""
-
-
-def _choice(model: Any, trace: Any, prompts: list[list[int]]) -> str:
-    """Return the choice of `releases.CHOICES` without which the prompt of a trace becomes the other one."""
-    media = [patches.media_tokens for patches in trace.patches]
-    for choice, (settings, options) in releases.CHOICES.items():
-        processor = copy(model.processor)
-        processor.__dict__ |= settings
-        ids = processor.tokenize(trace.messages, media, **options)
-        if ids in prompts and ids != trace.input_ids.tolist():
-            return f"a choice of refvl: {choice}"
     return ""
 
 
@@ -117,9 +104,9 @@ def _read(model: Any, run: Any, what: str, media: Sequence) -> Made:
     text, given = model.language_model, run.tensors
     if what != "last_states" or not {"merge/inputs_embeds", "positions/ids"} <= given.keys():
         return
-    yield "", _last_states(text, given, given["positions/ids"])
+    yield "", last_states(text, given, given["positions/ids"])
     for order, axes in ORDERS.items():
-        yield f"rotary: axes in the order {order}", _last_states(text, given, given["positions/ids"][axes])
+        yield f"rotary: axes in the order {order}", last_states(text, given, given["positions/ids"][axes])
     theta = (getattr(text.config, "rope_parameters", None) or {}).get("rope_theta")
     rotary = getattr(text.model, "rotary_emb", None)
     if theta is None or rotary is None:
@@ -127,17 +114,7 @@ def _read(model: Any, run: Any, what: str, media: Sequence) -> Made:
     for other in THETAS:
         changed = share_weights(text)  # frequencies are theta^(-2i/K), so log(theta) scales their exponents
         changed.model.rotary_emb.inv_freq = rotary.inv_freq ** (math.log(other) / math.log(theta))
-        yield f"rotary: theta {other:g} instead of {theta:g}", _last_states(changed, given, given["positions/ids"])
-
-
-def _last_states(text: Any, given: dict[str, Tensor], positions_3L: Tensor) -> Tensor:
-    """Return the states of the last prompt token, (layers + 1, D)."""
-    watched = share_weights(text)
-    readout = Readout(watched, watched.model.layers, positions_3L.shape[1])
-    inputs = {"inputs_embeds": given["merge/inputs_embeds"], "deepstack_embeds": given.get("merge/deepstack")}
-    rows = {name: x[None].to(text.device, text.dtype) for name, x in inputs.items() if x is not None}
-    watched(position_ids=positions_3L[:, None].to(text.device), logits_to_keep=1, use_cache=False, **rows)
-    return torch.stack(readout.states).cpu()
+        yield f"rotary: theta {other:g} instead of {theta:g}", last_states(changed, given, given["positions/ids"])
 
 
 RECOMPUTED = {"patchify": _resized, "encode": _encoded, "positions": _positioned, "prefill": _read}

@@ -3,6 +3,7 @@ and the margins of new tokens.
 
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
     margins         the best logit minus the second best, for each new token
+    last_states     the states of the last prompt token, from another run's inputs
 
 Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from refvl.serving.features import share_weights
 
 
 def margins(logits: Tensor) -> Tensor:
@@ -92,3 +95,13 @@ class Readout(ExitStack):
             self.first.append(logits_BRV[0, self.length - 1 - first_row].clone())
         if len(logits_BRV) == 1:
             self.by_row |= {first_row + i: margin for i, margin in enumerate(margins(logits_BRV[0]))}
+
+
+def last_states(text: Any, given: dict[str, Tensor], positions_3L: Tensor) -> Tensor:
+    """Return the states of the last prompt token, (layers + 1, D)."""
+    watched = share_weights(text)
+    readout = Readout(watched, watched.model.layers, positions_3L.shape[1])
+    inputs = {"inputs_embeds": given["merge/inputs_embeds"], "deepstack_embeds": given.get("merge/deepstack")}
+    rows = {name: x[None].to(text.device, text.dtype) for name, x in inputs.items() if x is not None}
+    watched(position_ids=positions_3L[:, None].to(text.device), logits_to_keep=1, use_cache=False, **rows)
+    return torch.stack(readout.states).cpu()

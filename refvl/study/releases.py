@@ -5,7 +5,9 @@ the consequences.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,3 +91,15 @@ def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Call
         used = int(span.grid_positions().max()) + 1
         positions[:, span.offset + span.num_tokens :] += cost(span) - used
     return positions, mrope_delta(positions)
+
+
+def choice_behind(model: Any, trace: Any, prompts: list[list[int]]) -> str:
+    """Return the choice without which the prompt of a trace becomes the other one; "" if none of `CHOICES` does it."""
+    media = [patches.media_tokens for patches in trace.patches]
+    for choice, (settings, options) in CHOICES.items():
+        processor = copy(model.processor)
+        processor.__dict__ |= settings
+        ids = processor.tokenize(trace.messages, media, **options)
+        if ids in prompts and ids != trace.input_ids.tolist():
+            return f"a choice of refvl: {choice}"
+    return ""
