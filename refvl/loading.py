@@ -94,18 +94,9 @@ def load(
     Raises FileNotFoundError if the checkpoint is missing, and TypeError for unknown arguments. Raises ValueError for an
     unknown family, malformed files or weights that do not fit.
     """
-    if weights not in ("checkpoint", "random"):
-        raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
+    _check_arguments(path_or_id, weights, text, graphs, compile, max_cache_len, model_kwargs)
     stored = weights == "checkpoint"
-    if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
-        raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
-    _check_arguments(path_or_id, graphs, model_kwargs, stored, text)
-    assemble: Callable[..., VLM] = VLM
-    if media_cache is not None:
-        from refvl.serving.media_cache import CachedVLM, MediaCache
-
-        cache = media_cache if isinstance(media_cache, MediaCache) else MediaCache(media_cache)
-        assemble = partial(CachedVLM, media_cache=cache)
+    assemble = VLM if media_cache is None else _with_cache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
     config = families.read_config(folder or path_or_id)
@@ -156,8 +147,12 @@ def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Pat
     return folder, folder
 
 
-def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text: bool) -> None:
-    """Raise TypeError for arguments of the wrong type and for unknown names."""
+def _check_arguments(path_or_id, weights, text: bool, graphs, compile: bool, max_cache_len, model_kwargs: dict) -> None:
+    """Raise TypeError for arguments of the wrong type and for unknown names, and ValueError for wrong values."""
+    if weights not in ("checkpoint", "random"):
+        raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
+    if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
+        raise ValueError("max_cache_len: requires compile=True and text=True; otherwise no cache has a fixed size")
     if not isinstance(path_or_id, (str, Path, dict, PretrainedConfig)):
         kind = f"{type(path_or_id).__name__} {path_or_id!r}"
         raise TypeError(f"path_or_id: expected a folder, a hub id, a dict or a transformers config, got {kind}")
@@ -167,10 +162,18 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
         raise TypeError("trust_remote_code: refvl runs no code from a checkpoint; omit this argument")
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, "attn_implementation", "experts_implementation", *PLACEMENT], "load")
-    if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
+    if weights == "random" and (placed := [name for name in model_kwargs if name in PLACEMENT]):
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
     if model_kwargs and not text:
         raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False omits")
+
+
+def _with_cache(media_cache: Any) -> Callable[..., VLM]:
+    """Return what assembles a model with a `MediaCache`; `media_cache` is one, or its number of tokens."""
+    from refvl.serving.media_cache import CachedVLM, MediaCache
+
+    cache = media_cache if isinstance(media_cache, MediaCache) else MediaCache(media_cache)
+    return partial(CachedVLM, media_cache=cache)
 
 
 def _check_features(family: families.Family, config: PretrainedConfig, graphs: bool | dict | None, options: dict):

@@ -30,7 +30,6 @@ from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
 PART = ("video_start", "video_end")  # in a part of a message: sampling is limited to the frames between these times
-Sampler = Callable[[int, float], Sequence[int]]  # (total_num_frames, source_fps) -> increasing indices
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
@@ -116,7 +115,7 @@ def load_video(
     min_frames: int = 4,
     max_frames: int = 768,
     source_fps: float | None = None,
-    sample: Sampler | None = None,
+    sample: Callable[[int, float], Sequence[int]] | None = None,
     video_start: float = 0.0,
     video_end: float = math.inf,
     limits: MediaLimits = LIMITS,
@@ -177,14 +176,14 @@ class Listing:
     start: int | None = None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
 
 
-def _sample_part(sample: Sampler, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
+def _sample_part(sample: Callable, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
     """Return the frames that `sample` selects between two times in seconds, and how many these are per second.
 
     Upstream: `calculate_video_frame_range` of qwen-vl-utils.
     """
     first, last = math.ceil(start * rate), math.floor(min(end * rate, total - 1))
     if not 0 <= first <= last:
-        raise ValueError(f"video_start, video_end: no frame of {total / rate:.2f} s is between {start} and {end} s")
+        raise ValueError(f"video_start, video_end: no frame of {total / rate:.2f} s is between {start:g} and {end:g} s")
     indices = [first + i for i in sample(last - first + 1, rate)]
     return indices, len(indices) / (last - first + 1) * rate
 

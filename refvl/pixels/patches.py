@@ -266,12 +266,12 @@ def fit(medium: Any, config: Any, sizes: dict) -> Any:
         raise ValueError(f"{', '.join(sizes)}: this model cuts images into slices; resize the image before you pass it")
     is_video, token = isinstance(medium, Video), config.factor**2
     height, width = medium.frames.shape[1:3] if is_video else medium.size[::-1]
-    asked = {name: sizes.get(name) for name in RESIZED}
-    if is_asked := any(asked.values()):
-        (height, width), sizes = check_positive_ints(**asked), {}
-    least, most = (128 * token, 768 * token) if is_video and not is_asked else (4 * token, 16_384 * token)
+    if asked := sizes.keys() & {*RESIZED}:
+        (height, width), sizes = check_positive_ints(**{name: sizes.get(name) for name in RESIZED}), {}
+    is_capped = is_video and not asked
+    least, most = (128 * token, 768 * token) if is_capped else (4 * token, 16_384 * token)
     limits = {"min_pixels": least} | sizes | {"max_pixels": min(most, sizes.get("max_pixels", most))}
-    rule = PatchConfig(patch_size=config.factor, merge_size=1, cap_pixels_per_frame=is_video and not is_asked, **limits)
+    rule = PatchConfig(patch_size=config.factor, merge_size=1, cap_pixels_per_frame=is_capped, **limits)
     if not is_video:
         return resize(medium, *rule.target_size(height, width))
     frames = resize_frames(medium.frames, rule.target_size(height, width, len(medium.frames)))

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from refvl.checks import check_number
 from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import LIMITS, PART, MediaLimits, Video, load_image, load_video
 from refvl.pixels.patches import Levels, PatchConfig, Patches, fit, levels_of_frames, levels_of_image, plan_grid
@@ -100,8 +101,7 @@ class ChatProcessor:
             raise ValueError(self.no_video)
         if not isinstance(source, (str, os.PathLike)):
             return load_video(source, **options, limits=self.limits)
-        part = {name: options[name] for name in PART if name in options}
-        options = {name: value for name, value in options.items() if name not in PART}
+        part: dict[str, Any] = {name: check_number(options.pop(name), name) for name in PART if name in options}
         if not options.keys() <= set(self.video_options) and options.keys() != {"num_frames"}:
             allowed = f"{', '.join(self.video_options)}, or num_frames alone"
             raise ValueError(f"prompt: expected {allowed}, for a video, got {sorted(options)}")

@@ -78,9 +78,7 @@ def test_numbers_of_the_differences():
     height, width = config.target_size(photo.height, photo.width)
     ours = np.asarray(resize(photo, height, width)).astype(int)
     height_first = photo.resize((photo.width, height), Image.Resampling.BICUBIC).resize((width, height), Image.BICUBIC)
-    torchvision = (
-        resize_frames(np.array(photo)[None], config.target_size(*photo.size[::-1]))[0].permute(1, 2, 0).numpy()
-    )
+    torchvision = resize_frames(np.array(photo)[None], (height, width))[0].permute(1, 2, 0).numpy()
     levels = [np.abs(ours - other).max() for other in (height_first, torchvision)]
     uncut, cut = (count_prompt_tokens(plan_crops(side, side).layout) for side in (728, 729))
     crops = cut_crops(Image.new("RGB", (800, 400), "white"))[1]
