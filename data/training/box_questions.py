@@ -66,7 +66,7 @@ def overlaps(vlm: refvl.VLM, split: str, indices: Sequence[int]) -> np.ndarray:
 
     The answer is read in the family's own convention, then in the other family's.
     """
-    said = vlm.chat_batch([request(split, index) for index in indices], max_new_tokens=32)
+    said = vlm.chat_batch([request(split, index) for index in indices], max_new_tokens=32, progress=False)
     [other] = [title for title in TITLES.values() if title != vlm.family.name]
     found = []
     for index, text in zip(indices, said, strict=True):

@@ -383,10 +383,11 @@ def evaluate(
     asked, todo = [], requests_for(kind, count, split, first, clips=clips)
     options = {"max_new_tokens": 32}
     q = 0.5 if kind.endswith("EVS at 0.5") else q
-    for start in tqdm(range(0, len(todo), batch), desc=f"{kind} q={q:g}", leave=False):
+    for start in tqdm(range(0, len(todo), batch), desc=f"{kind} q={q:g}", leave=False, disable=None):
         part = todo[start : start + batch]
         if part[0].change is None and part[0].replace is None:
-            answers = model.chat_batch([r.arguments for r in part], pruning_rate=q, pruning=pruning, **options)
+            shown = [request.arguments for request in part]
+            answers = model.chat_batch(shown, pruning_rate=q, pruning=pruning, progress=False, **options)
         else:
             traces = [model.trace(**request.arguments, max_new_tokens=1, replace=request.replace) for request in part]
             pairs = zip(part, traces, strict=True)
