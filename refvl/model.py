@@ -155,6 +155,16 @@ class VLM(Pipeline):
 
         return features.feature_map(self, medium, blocks=blocks)
 
+    def with_stages(self, **functions: Callable) -> "VLM":
+        """Return a Qwen2.5-VL that shares the weights and runs your functions in place of nine of the library's.
+
+        functions: `target_size`, `patch_rows`, `window_index`, `rotate`, `attend`, `fold`, `mrope`, `evs` or `replay`,
+        in the signatures of `refvl.study.stages.Stages`.
+        """
+        from refvl.study import stages
+
+        return stages.with_stages(self, functions)
+
     def check_options(self, method: str, options: dict, max_new_tokens: int | None) -> int:
         """Return the number of beams; raise ValueError for options that `method` does not support.
 

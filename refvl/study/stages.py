@@ -1,0 +1,188 @@
+"""Nine functions on the path of Qwen2.5-VL that you can write yourself: `model.with_stages(window_index=mine)`.
+
+    target_size  patch_rows               pixels      a medium's size, and its patches
+    window_index  rotate  attend  fold    tower       who attends to whom, and where tokens end up
+    mrope  evs                            positions   where tokens stand, and which video tokens stay
+    replay                                graphs      one recording for batches of every size
+
+`trace(replace=...)` changes a result. Here, your code runs in place of the library's and receives its arguments.
+notebooks/mine.py defines each function: its arguments, its result, and a tiny example.
+
+Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K; L tokens in a prompt. Grids in tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refvl.attention import Segments, plan_segments
+from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
+from refvl.encoders.tower import to_device
+from refvl.graphs.buffers import fields_to_fill
+from refvl.graphs.manager import EncoderGraphManager
+from refvl.model import VLM
+from refvl.pixels.media import Video
+from refvl.pixels.patches import PatchConfig, fit_budget
+from refvl.positions.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
+from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+
+
+def rotate(x: Tensor, row: Tensor, column: Tensor, theta: float = 10000.0) -> Tensor:
+    """Rotate (N, H, K) by each patch's row and column, (N,) each."""
+    frequencies = rotary_frequencies(x.shape[-1], theta=theta, device=x.device)
+    return apply_rotary(x, *rotary_cos_sin(torch.stack([row, column], dim=1), frequencies))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Return the attention (N, H, K) of each segment of `lengths` patches to itself."""
+    return Segments(**plan_segments(lengths)).attend(q, k, v, "sdpa").view(q.shape)
+
+
+def fold(x: Tensor, merge: int, project: Callable[[Tensor], Tensor], inverse: Tensor) -> Tensor:
+    """Turn (N, E) patches in window order into (M, D) tokens in reading order."""
+    return project(x.reshape(len(x) // merge**2, -1))[inverse]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The nine functions. None is the library's own path at this stage; the tower's three are in their plain form."""
+
+    target_size: Callable = fit_budget  # height, width, factor, min_pixels, max_pixels -> height, width
+    patch_rows: Callable | None = None  # pixels (T, C, H, W), patch, merge, steps -> (N, C * steps * patch * patch)
+    window_index: Callable | None = None  # grids, side -> index (M,), inverse (M,), lengths
+    rotate: Callable = rotate
+    attend: Callable = attend
+    fold: Callable = fold
+    mrope: Callable | None = None  # length, [(offset, t, h, w, factor), ...] -> positions (3, length), delta
+    evs: Callable | None = None  # embeds (M, D), steps, rate, positions, offset -> keep (L,), the kept positions, delta
+    replay: Callable | None = None  # graph, buffers, rules, [(contents, tokens), ...] -> [(tokens, D), ...]
+
+
+@dataclass(frozen=True)
+class StagedConfig(PatchConfig):
+    """The settings of images or videos, with the reader's `target_size`."""
+
+    stages: Any = None
+
+    def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        return self.stages.target_size(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
+
+
+class StagedProcessor(Qwen2_5_VLProcessor):
+    """A processor whose patch rows come from `stages`."""
+
+    def rows_of(self, medium: Any) -> Any:
+        """Put the normalised pixels together again, and cut them with `patch_rows`."""
+        rows: Any = super().rows_of(medium)
+        if self.image_config.stages.patch_rows is None:
+            return rows
+        config, count = (self.video_config, len(medium.frames)) if isinstance(medium, Video) else (self.image_config, 1)
+        (t, h, w), m, P, Tp = self.layout_of(medium), config.merge_size, config.patch_size, config.temporal_patch_size
+        blocks = rows.normalize().view(t, h // m, w // m, m, m, 3, Tp, P, P)
+        pixels = blocks.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(t * Tp, 3, h * P, w * P)
+        return config.stages.patch_rows(pixels[:count], P, m, Tp)
+
+
+class StagedTower(Qwen2_5_VisionTransformer):
+    """The tower with the same weights; `stages` decide which patches attend to each other, and where tokens end up."""
+
+    stages: Stages
+
+    def plan_checked(self, grids: Any) -> Any:
+        plan, m = super().plan_checked(grids), self.config.spatial_merge_size
+        if self.stages.window_index is None:
+            return plan
+        tokens = [(t, h // m, w // m) for t, h, w in grids]
+        index, inverse, lengths = self.stages.window_index(tokens, self.config.window_side)
+        windows = plan_segments([n * m * m for n in lengths])
+        changes = {
+            "positions": plan.positions.unflatten(0, (-1, m * m))[plan.reverse_index][index].flatten(0, 1),
+            "window_index": index, "reverse_index": inverse, "window_groups": windows["groups"],
+            "cu_window_seqlens": windows["cu_seqlens"], "max_window_seqlen": windows["max_seqlen"],
+        }  # fmt: skip
+        return to_device(replace(plan, **changes), self.device)
+
+    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
+        """Encode as the library does. A recording cannot read lengths, so its attention is the library's."""
+        stages, m, blocks = self.stages, self.config.spatial_merge_size, list[Any](self.blocks)
+        patches, plan, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
+        windows = Segments(plan.cu_window_seqlens, plan.window_groups, plan.max_window_seqlen)
+        x = self.patch_embed(patches).unflatten(0, (-1, m * m))[plan.window_index].flatten(0, 1)
+        for i, block in enumerate(blocks):
+            segments = plan if i in self.config.fullatt_block_indexes else windows
+            q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, block.attn.num_heads, -1)).unbind(1)
+            q, k = stages.rotate(q, *plan.positions.T), stages.rotate(k, *plan.positions.T)
+            if attention:
+                y = segments.attend(q, k, v, backend)
+            else:
+                y = stages.attend(q, k, v, segments.cu_seqlens.diff().tolist()).flatten(1)
+            x = x + block.attn.proj(y)
+            x = x + block.mlp(block.norm2(x))
+        return stages.fold(self.merger.ln_q(x), m, self.merger.mlp, plan.reverse_index)
+
+
+class StagedGraphs(EncoderGraphManager):
+    """Graphs whose buffers are filled, and results copied, by `replay`."""
+
+    def _encode(self, batch: Any, rows: Tensor, metadata: Any) -> Tensor:
+        stages = self.encoder.stages
+        if batch.budget is None or stages.replay is None:
+            return super()._encode(batch, rows, metadata)
+        captured = self.captured[batch.path, batch.budget]
+        fills = [(captured.pixel_values, rows, "zero", "pixel_values"), *fields_to_fill(captured.metadata, metadata)]
+        buffers, contents, rules = ({fill[3]: fill[part] for fill in fills} for part in range(3))
+        return stages.replay(captured.graph, buffers, rules, [(contents, batch.tokens)])[0]
+
+
+class StagedVLM(VLM):
+    """A model that runs the stages of its `encoder`."""
+
+    def read(self, request: Any) -> Any:
+        """Read as the library does; then `evs` drops tokens of a prompt's video, which must be its only medium."""
+        evs = self.encoder.stages.evs
+        if evs is None or not request.pruning_rate or request.pruning != "evs":
+            return super().read(request)
+        trace = super().read(replace(request, pruning_rate=0.0))
+        if len(trace.media) != 1 or not isinstance(trace.media[0], Video):
+            raise ValueError(f"with_stages: `evs` prunes prompts with one video, got {len(trace.media)} media")
+        [span], [embeds] = trace.spans, trace.embeds
+        keep, *placed = evs(embeds, span.t, request.pruning_rate, trace.full_positions, span.offset)
+        trace.keep_masks = [keep[span.offset : span.offset + span.num_tokens]]
+        self.merge(trace, trace.full_ids, [patches.media_tokens for patches in trace.patches])
+        trace.positions, trace.delta = placed
+        return trace
+
+    def position(self, trace: Any) -> None:
+        """Set the positions; only VidCom2 has dropped tokens before, none of them at the end of the prompt."""
+        mrope = self.encoder.stages.mrope
+        if mrope is None:
+            return super().position(trace)
+        spans = [(span.offset, span.t, span.h, span.w, span.t_factor) for span in trace.spans]
+        trace.full_positions, delta = mrope(len(trace.full_ids), spans)
+        trace.positions, trace.delta = trace.full_positions[:, trace.keep], delta + int((~trace.keep).sum())
+
+
+def with_stages(vlm: VLM, functions: dict[str, Callable]) -> StagedVLM:
+    """Return a model that shares all weights with `vlm` and runs `functions`, named as in `Stages`.
+
+    Graphs are captured again if `vlm` has any. Raises ValueError for a model of another family.
+    """
+    if type(vlm.encoder) is not Qwen2_5_VisionTransformer:
+        raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")
+    stages = Stages(**functions)
+    settings = vlm.processor.image_config, vlm.processor.video_config
+    image, video = (StagedConfig(**asdict(config), stages=stages) for config in settings)
+    processor = _sharing(StagedProcessor, vlm.processor, image_config=image, video_config=video)
+    tower = _sharing(StagedTower, vlm.encoder, stages=stages)
+    graphs = vlm.graphs and StagedGraphs(tower, budgets=vlm.graphs.limits[""].budgets, progress=False)
+    return _sharing(StagedVLM, vlm, processor=processor, encoder=tower, graphs=graphs, media_cache=None)
+
+
+def _sharing(kind: type, original: Any, **changes) -> Any:
+    """Return an object of class `kind` with the attributes of `original`, except for `changes`."""
+    shared: Any = object.__new__(kind)
+    shared.__dict__ |= original.__dict__ | changes
+    return shared
