@@ -21,7 +21,7 @@ belongs to one call. The buffers are used by one call at a time, which holds a l
 fill to the last clone.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from threading import RLock
 from typing import Any
@@ -273,16 +273,18 @@ class EncoderGraphManager:
             self.capture()
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)
-            for batch, metadata in zip(batches, plan.metadata, strict=True):
-                parts = [(i, batch.path) for i in batch.indices]
-                of_batch = [rows[part] for part in parts]
-                together = of_batch[0] if len(parts) == 1 else torch.cat(of_batch)
-                embeds = self._encode(batch, together, metadata)
-                outputs |= zip(parts, embeds.split([plan.sizes[part][1] for part in parts]), strict=True)
+            parts = [[(i, batch.path) for i in batch.indices] for batch in batches]
+            joined = (rows[part[0]] if len(part) == 1 else torch.cat([rows[p] for p in part]) for part in parts)
+            for part, embeds in zip(parts, self._encode_all(batches, joined, plan.metadata), strict=True):
+                outputs |= zip(part, embeds.split([plan.sizes[p][1] for p in part]), strict=True)
             for batch in batches:
                 self._stats[batch.path].count(batch)
             self.last_batches = batches
         return [self._join(outputs, i) for i in range(len(plan.layouts))]
+
+    def _encode_all(self, batches: list[Batch], rows: Iterable[Tensor], metadata: list) -> Iterable[Tensor]:
+        """Return the embeddings of each batch, one after the other; rows: the patch rows of each."""
+        return (self._encode(*parts) for parts in zip(batches, rows, metadata, strict=True))
 
     def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:
         if batch.budget is None:

@@ -12,6 +12,7 @@ Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K;
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from refvl.attention import Segments, plan_segments
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.encoders.tower import to_device
-from refvl.graphs.buffers import fields_to_fill
+from refvl.graphs.buffers import fields_to_fill, metadata_tensors
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.model import VLM
 from refvl.pixels.media import Video
@@ -36,11 +37,6 @@ def rotate(x: Tensor, row: Tensor, column: Tensor, theta: float = 10000.0) -> Te
     return apply_rotary(x, *rotary_cos_sin(torch.stack([row, column], dim=1), frequencies))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Return the attention (N, H, K) of each segment of `lengths` patches to itself."""
-    return Segments(**plan_segments(lengths)).attend(q, k, v, "sdpa").view(q.shape)
-
-
 def fold(x: Tensor, merge: int, project: Callable[[Tensor], Tensor], inverse: Tensor) -> Tensor:
     """Turn (N, E) patches in window order into (M, D) tokens in reading order."""
     return project(x.reshape(len(x) // merge**2, -1))[inverse]
@@ -48,14 +44,14 @@ def fold(x: Tensor, merge: int, project: Callable[[Tensor], Tensor], inverse: Te
 
 @dataclass(frozen=True)
 class Stages:
-    """The nine functions. None is the library's own path at this stage; the tower's three are in their plain form."""
+    """The nine functions. None is the library's own path at this stage; `rotate` and `fold` are its plain forms."""
 
     target_size: Callable = fit_budget  # height, width, factor, min_pixels, max_pixels -> height, width
     patch_rows: Callable | None = None  # pixels (T, C, H, W), patch, merge, steps -> (N, C * steps * patch * patch)
     window_index: Callable | None = None  # grids, side -> index (M,), inverse (M,), lengths
-    rotate: Callable = rotate
-    attend: Callable = attend
-    fold: Callable = fold
+    rotate: Callable = rotate  # x (N, H, K), row, column -> (N, H, K)
+    attend: Callable | None = None  # q, k, v (N, H, K), lengths -> (N, H, K)
+    fold: Callable = fold  # x (N, E), merge, project, inverse -> (M, D)
     mrope: Callable | None = None  # length, [(offset, t, h, w, factor), ...] -> positions (3, length), delta
     evs: Callable | None = None  # embeds (M, D), steps, rate, positions, offset -> keep (L,), the kept positions, delta
     replay: Callable | None = None  # graph, buffers, rules, [(contents, tokens), ...] -> [(tokens, D), ...]
@@ -95,8 +91,8 @@ class StagedTower(Qwen2_5_VisionTransformer):
         plan, m = super().plan_checked(grids), self.config.spatial_merge_size
         if self.stages.window_index is None:
             return plan
-        tokens = [(t, h // m, w // m) for t, h, w in grids]
-        index, inverse, lengths = self.stages.window_index(tokens, self.config.window_side)
+        side, tokens = self.config.window_side, [(t, h // m, w // m) for t, h, w in grids]
+        index, inverse, lengths = self.stages.window_index(tokens, side)
         windows = plan_segments([n * m * m for n in lengths])
         changes = {
             "positions": plan.positions.unflatten(0, (-1, m * m))[plan.reverse_index][index].flatten(0, 1),
@@ -115,7 +111,7 @@ class StagedTower(Qwen2_5_VisionTransformer):
             segments = plan if i in self.config.fullatt_block_indexes else windows
             q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, block.attn.num_heads, -1)).unbind(1)
             q, k = stages.rotate(q, *plan.positions.T), stages.rotate(k, *plan.positions.T)
-            if attention:
+            if attention or stages.attend is None:
                 y = segments.attend(q, k, v, backend)
             else:
                 y = stages.attend(q, k, v, segments.cu_seqlens.diff().tolist()).flatten(1)
@@ -125,16 +121,17 @@ class StagedTower(Qwen2_5_VisionTransformer):
 
 
 class StagedGraphs(EncoderGraphManager):
-    """Graphs whose buffers are filled, and results copied, by `replay`."""
+    """One graph, whose buffers `replay` fills and whose results it copies, for all batches of a call together."""
 
-    def _encode(self, batch: Any, rows: Tensor, metadata: Any) -> Tensor:
-        stages = self.encoder.stages
-        if batch.budget is None or stages.replay is None:
-            return super()._encode(batch, rows, metadata)
-        captured = self.captured[batch.path, batch.budget]
-        fills = [(captured.pixel_values, rows, "zero", "pixel_values"), *fields_to_fill(captured.metadata, metadata)]
-        buffers, contents, rules = ({fill[3]: fill[part] for fill in fills} for part in range(3))
-        return stages.replay(captured.graph, buffers, rules, [(contents, batch.tokens)])[0]
+    def _encode_all(self, batches: list, rows: Any, metadata: list) -> Any:
+        replay = self.encoder.stages.replay
+        if replay is None or None in [batch.budget for batch in batches]:
+            return super()._encode_all(batches, rows, metadata)
+        [captured] = self.captured.values()
+        rules = {name: rule for *_, rule, name in fields_to_fill(captured.metadata, metadata[0])}
+        contents = [{"pixel_values": x, **metadata_tensors(plan)} for x, plan in zip(rows, metadata, strict=True)]
+        work = [(values, batch.tokens) for values, batch in zip(contents, batches, strict=True)]
+        return replay(captured.graph, captured.buffers, {"pixel_values": "zero", **rules}, work)
 
 
 class StagedVLM(VLM):
@@ -165,24 +162,19 @@ class StagedVLM(VLM):
         trace.positions, trace.delta = trace.full_positions[:, trace.keep], delta + int((~trace.keep).sum())
 
 
-def with_stages(vlm: VLM, functions: dict[str, Callable]) -> StagedVLM:
+def with_stages(vlm: Any, functions: dict[str, Callable]) -> Any:
     """Return a model that shares all weights with `vlm` and runs `functions`, named as in `Stages`.
 
     Graphs are captured again if `vlm` has any. Raises ValueError for a model of another family.
     """
-    if type(vlm.encoder) is not Qwen2_5_VisionTransformer:
+    if vlm.family.name != "Qwen2.5-VL":
         raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")
     stages = Stages(**functions)
-    settings = vlm.processor.image_config, vlm.processor.video_config
-    image, video = (StagedConfig(**asdict(config), stages=stages) for config in settings)
-    processor = _sharing(StagedProcessor, vlm.processor, image_config=image, video_config=video)
-    tower = _sharing(StagedTower, vlm.encoder, stages=stages)
-    graphs = vlm.graphs and StagedGraphs(tower, budgets=vlm.graphs.limits[""].budgets, progress=False)
-    return _sharing(StagedVLM, vlm, processor=processor, encoder=tower, graphs=graphs, media_cache=None)
-
-
-def _sharing(kind: type, original: Any, **changes) -> Any:
-    """Return an object of class `kind` with the attributes of `original`, except for `changes`."""
-    shared: Any = object.__new__(kind)
-    shared.__dict__ |= original.__dict__ | changes
-    return shared
+    model, processor, tower = copy(vlm), copy(vlm.processor), copy(vlm.encoder)
+    model.__class__, processor.__class__, tower.__class__ = StagedVLM, StagedProcessor, StagedTower
+    for name in ("image_config", "video_config"):
+        setattr(processor, name, StagedConfig(**asdict(getattr(processor, name)), stages=stages))
+    tower.stages, model.encoder, model.processor, model.media_cache = stages, tower, processor, None
+    if vlm.graphs:
+        model.graphs = StagedGraphs(tower, budgets=vlm.graphs.limits[""].budgets[-1:], max_items=1, progress=False)
+    return model
