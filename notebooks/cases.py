@@ -55,26 +55,13 @@ def evs(embeds: Tensor, steps: int, rate: float, positions: Tensor, offset: int)
     return keep, *restrict_positions(positions, keep)
 
 
-def replay(graph: Any, buffers: dict, rules: dict, batches: list) -> list[Tensor]:
-    """Fill the buffers batch by batch, each rest by its rule, and keep a copy of every result."""
-    results = []
-    for contents, tokens in batches:
-        for name, buffer in buffers.items():
-            buffer.copy_(filled(buffer, contents[name], rules[name]))
-        results.append(graph.replay()[:tokens].clone())
-    return results
-
-
 def filled(buffer: Tensor, values: Tensor, rule: str) -> Tensor:
     """Return what a buffer has to contain."""
-    rest = torch.arange(len(values), len(buffer))
-    fill = {"zero": values.new_zeros(()), "identity": rest, "repeat_last": values[-1]}[rule]
-    return torch.cat([values, fill.expand(len(rest), *values.shape[1:]).to(values.dtype)])
+    rest = {"zero": 0 * buffer, "identity": torch.arange(len(buffer)), "repeat_last": values[-1].expand_as(buffer)}
+    return torch.cat([values, rest[rule][len(values) :]])
 
 
-# what runs where no function of the reader is given; `Stages` has the four whose library form is this simple
-LIBRARY: dict[str, Callable] = {**vars(Stages()), "patch_rows": patch_rows, "window_index": window_index}
-LIBRARY |= {"mrope": mrope, "evs": evs, "replay": replay}
+LIBRARY = vars(Stages()) | {"patch_rows": patch_rows, "window_index": window_index, "mrope": mrope, "evs": evs}
 
 
 def cases(name: str, count: int = 200) -> Iterator[Case]:
@@ -179,15 +166,15 @@ def _folded(x: Tensor, merge: int, project: Callable, inverse: Tensor) -> Tensor
 
 
 def _mrope(rng, noise, count):
-    yield "text alone", (5, [])
-    yield "a wide image", (12, [(2, 1, 2, 4, 1.0)])
-    yield "a tall image", (12, [(2, 1, 4, 2, 1.0)])
-    yield "an image at the start", (6, [(0, 1, 2, 2, 1.0)])
-    yield "an image at the end", (8, [(2, 1, 2, 3, 1.0)])
-    yield "two images that touch", (14, [(2, 1, 2, 2, 1.0), (6, 1, 1, 3, 1.0)])
-    yield "a long video", (26, [(1, 6, 2, 2, 2.0)])
-    yield "a slow video", (26, [(1, 6, 2, 2, 0.4)])
-    yield "30 steps, factor 1.16", (35, [(2, 30, 1, 1, 1.16)])  # 25 * 1.16 is 29 in float32, a little less in float64
+    image, video = (2, 1, 2, 4, 1.0), (1, 6, 2, 2, 2.0)
+    named = {"text alone": (5, []), "a wide image": (12, [image]), "a tall image": (12, [(2, 1, 4, 2, 1.0)])}
+    named |= {"an image at the start": (6, [(0, 1, 2, 2, 1.0)]), "an image at the end": (10, [image])}
+    named |= {"two images that touch": (14, [(2, 1, 2, 2, 1.0), (6, 1, 1, 3, 1.0)])}
+    named |= {"a long video": (26, [video]), "a slow video": (26, [(1, 6, 2, 2, 0.4)])}
+    named |= {
+        "30 steps, factor 1.16": (35, [(2, 30, 1, 1, 1.16)])
+    }  # 25 * 1.16 is 29 in float32, a little less in float64
+    yield from named.items()
     for _ in range(count):
         spans, end = [], 0
         for _ in range(rng.randint(0, 3)):

@@ -13,21 +13,30 @@ import ctypes
 import dis
 import functools
 import html
+import os
+import sys
 import threading
 import traceback
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from refvl.paths import DATA
+
+sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a model is asked about
 NOTEBOOKS = Path(__file__).resolve().parent
 DONE = NOTEBOOKS / ".progress"  # an empty file for everything that is done
+DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; the reader's code runs on the CPU
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
 LIMIT = 10.0  # seconds that one call of a reader's function may take
 CELLS = 6, 16  # rows and columns of an image
@@ -56,6 +65,21 @@ class Close:
     want: Tensor
     dtype: torch.dtype
     allowed: Tensor
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Pixels (H, W, 3) uint8, shown on the grid of tokens of 28 px."""
+
+    pixels: np.ndarray = field(repr=False)
+    alt: str = ""
+
+    def _repr_html_(self) -> str:
+        pixels = self.pixels.copy()
+        pixels[27::28], pixels[:, 27::28] = 255, 255
+        file = BytesIO()
+        Image.fromarray(pixels).resize((168, 168), Image.Resampling.NEAREST).save(file, "PNG")
+        return f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{b64encode(file.getvalue()).decode()}">'
 
 
 @dataclass(frozen=True)

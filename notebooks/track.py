@@ -9,30 +9,32 @@ mine.py has the nine tasks and keeps what is right: `check` writes it there, so 
 function that is not written yet is the library's. tasks.toml has the hints and the planted mistakes.
 """
 
+import contextlib
 import html
 import inspect
 import json
-import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
 from importlib import reload
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import mine
 import numpy as np
 import solutions
 import torch
 from cases import LIBRARY, PARTS, cases, with_buffers
-from checking import DONE, NOTEBOOKS, TooLong, Verdict, Wrong, compare, is_stub, judge, limited, record
-from exercises import DEVICE, picture_tag
+from checking import DEVICE, DONE, NOTEBOOKS, Picture, TooLong, Verdict, is_stub, judge, limited, record
+from PIL import Image
 
 import refvl
 from data.training import relations, scenes
 from data.training.evaluate_tiny import requests_for
+from refvl.encoders.tower import send_rows
 from refvl.paths import DATA, write_whole
 from refvl.pipeline import Request
 from refvl.pixels.media import Video
@@ -42,19 +44,25 @@ NAMES = tuple(LIBRARY)  # in the order of the path
 KINDS = {  # the questions that need a function, by data/measurements/ablations.json, and one that does not
     "target_size": ("color, other sizes",),
     "patch_rows": ("color", "neighbour", "motion, five frames"),
-    "window_index": ("window", "place", "color"),
-    "rotate": ("neighbour", "window", "color"),
+    "window_index": ("window", "place", "color", "color, after another picture"),
+    "rotate": ("neighbour", "window", "color", "neighbour, 168 px"),
     "attend": ("window", "neighbour", "color"),
     "fold": ("shape", "place", "neighbour"),
-    "mrope": ("place", "motion", "color"),
-    "evs": ("motion",),
+    "mrope": ("place", "motion", "what is there", "motion, 4.2 frames a second"),
+    "evs": ("motion", "motion, five frames", "motion, nothing moves"),
     "replay": ("color, other sizes", "place", "window"),
 }
 CHANCE = {"color": 1 / 6, "shape": 1 / 5, "place": 1 / 9, "motion": 1 / 4, "neighbour": 1 / 4, "window": 1 / 4}
 RATE = 0.5  # of EVS, in the questions of `evs`
 FIRST = 5000  # the first scene that is asked about; the model was trained on another split
+OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
+DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
+LIBRARYS_PART = (
+    "The library's are still: resampling, normalising, trained matrices and norms, the prompt's text, decoding."
+)
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
-GREEN, RED, GREY = "#1b7837", "#b2182b", "#777"
+COLORS = "#b2182b", "#1b7837"  # wrong, right
+FOLDED = "No prediction yet: guess first, then open."
 
 
 # ------------------------------------------------------------------------------------------------------- the functions
@@ -66,12 +74,12 @@ def written() -> dict[str, Callable]:
 
 
 @cache
-def mistake(name: str, planted: str) -> Callable:
+def planted(name: str, mistake: str) -> Callable:
     """Return the right version of a function with one mistake in it."""
     source = inspect.getsource(getattr(solutions, name))
-    for old, new in TASKS[name]["mistakes"][planted]["edits"]:
+    for old, new in TASKS[name]["mistakes"][mistake]["edits"]:
         if old not in source:
-            raise ValueError(f"{name}, {planted}: not in solutions.py: {old}")
+            raise ValueError(f"{name}, {mistake}: not in solutions.py: {old}")
         source = source.replace(old, new)
     space = dict(vars(solutions))
     exec(source, space)
@@ -99,12 +107,12 @@ def _judged(name: str, function: Callable, count: int, **shown: Any) -> Verdict:
 
 def _known(name: str, function: Callable) -> str:
     """Return the planted mistake with whose results the function agrees on 50 random cases, if there is one."""
-    for planted in TASKS[name]["mistakes"]:
-        other = mistake(name, planted)
+    for mistake in TASKS[name]["mistakes"]:
+        other = planted(name, mistake)
         try:
             pairs = ((label, arguments, other(*arguments)) for label, arguments, _ in cases(name, 50))
             if name != "replay" and judge(function, pairs, PARTS.get(name, ())).status == "right":
-                return planted
+                return mistake
         except Exception:
             continue
     return ""
@@ -140,31 +148,259 @@ def _model(graphs: bool) -> refvl.VLM:
 
 @torch.inference_mode()
 def answers(model: refvl.VLM, asked: Sequence[dict], rate: float = 0.0) -> list[tuple[str, list[int]]]:
-    """Return the text and the token ids of each answer; all are decoded together."""
+    """Return the text and the token ids of each answer; all are decoded together, and with graphs encoded together."""
     text = model.language_model
     read = [model.read(Request(**a, pruning_rate=rate if "videos" in a else 0.0)) for a in asked]
+    if model.graphs:
+        patches = [p for run in read for p in run.patches]
+        embeds = iter(
+            model.graphs.execute(send_rows([p.rows for p in patches], model.encoder), [p.layout for p in patches])
+        )
+        for run in read:
+            run.embeds = [next(embeds) for _ in run.patches]
+            model.merge(run, run.full_ids, [p.media_tokens for p in run.patches])
+            model.position(run)
     end = text.generation_config.eos_token_id
-    ends = set(end) if isinstance(end, list) else {end}
-    rows = model.decode(read, 16).sequences.tolist()
-    rows = [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+    ends = {*end} if isinstance(end, list) else {end}
+    rows = [list(takewhile(lambda token: token not in ends, row)) for row in model.decode(read, 24).sequences.tolist()]
     return [(model.processor.text(row), row) for row in rows]
+
+
+def _video(change: Callable[[np.ndarray], np.ndarray], fps: float = 2.0) -> Callable[[dict], dict]:
+    def changed(asked: dict) -> dict:
+        frames = change(np.asarray(asked["videos"][0]))
+        n = len(frames)
+        return asked | {"videos": [Video(frames, fps, fps, tuple(range(n)), n, n / fps)]}
+
+    return changed
+
+
+def _large(asked: dict) -> dict:
+    return asked | {"images": [Image.fromarray(asked["images"][0]).resize((168, 168), Image.Resampling.BICUBIC)]}
+
+
+def _after_another(asked: dict) -> dict:
+    return asked | {"images": [questions("place", 1)[0].arguments["images"][0], *asked["images"]]}
+
+
+CHANGES = {  # of questions that the model was not trained for, in which other mistakes show
+    "five frames": _video(lambda frames: frames[:5]),
+    "nothing moves": _video(lambda frames: frames[:1].repeat(6, axis=0)),
+    "4.2 frames a second": _video(lambda frames: frames, 4.2),
+    "168 px": _large,
+    "after another picture": _after_another,
+}
 
 
 @cache
 def questions(kind: str, count: int, first: int = FIRST) -> list:
-    """Return held-out questions of a kind."""
+    """Return held-out questions of a kind, after the change that it names."""
     base, _, how = kind.partition(", ")
-    found = requests_for(kind if how == "other sizes" else base, count, split="test", first=first)
+    found = requests_for(base if how in CHANGES else kind, count, split="test", first=first)
     return [replace(r, arguments=CHANGES[how](r.arguments)) for r in found] if how in CHANGES else found
-
-
-def _video(change: Callable[[np.ndarray], np.ndarray], fps: float = 2.0) -> Callable[[dict], dict]:
-    return lambda a: a | {"videos": [Video(change(np.asarray(video)), fps) for video in a["videos"]]}
-
-
-CHANGES = {"five frames": _video(lambda frames: frames[:5])}
 
 
 @cache
 def _library(kind: str, count: int, rate: float) -> list[tuple[str, list[int]]]:
     return answers(_model(False), [r.arguments for r in questions(kind, count)], rate)
+
+
+# ------------------------------------------------------------------------------------------------------ the scoreboard
+
+
+class Row(NamedTuple):
+    """One kind of question: how many are right with the reader's functions, with the library's, and by chance."""
+
+    kind: str
+    count: int
+    yours: int
+    library: int
+    chance: str
+    same: int  # answers with the library's token ids
+    guess: Any = None
+
+    @property
+    def cells(self) -> tuple:
+        """Return what is shown, with the prediction last."""
+        off = "" if not isinstance(self.guess, int) else f"{self.guess} ({abs(self.guess - self.yours)} off)"
+        return self.kind, f"{self.yours} of {self.count}", self.library, self.chance, self.same, off
+
+
+@dataclass
+class Board:
+    """Answers to held-out questions; a notebook folds them until there is a prediction."""
+
+    whose: str
+    rows: list[Row] = field(default_factory=list)
+    own: list[tuple[str, str, str]] = field(default_factory=list)  # about the reader's scene: question, answer, truth
+    note: str = ""
+    folded: bool = False
+
+    HEAD = ("question", "right", "library", "chance", "same ids", "predicted")
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{a:34}{b:>11}{c:>9}{d:>8}{e:>10}  {f}" for a, b, c, d, e, f in (self.HEAD, *(r.cells for r in self.rows))
+        ]
+        said = [f"your scene: {q} {said!r}; true: {truth!r}" for q, said, truth in self.own]
+        return "\n".join([self.whose, *lines, *said, *([self.note] if self.note else [])])
+
+    def _repr_html_(self) -> str:
+        table = "".join(f"<th>{name}</th>" for name in self.HEAD)
+        for row in self.rows:
+            kind, right, *rest = row.cells
+            bar = (
+                f"<hr style='border:3px solid {COLORS[row.same == row.count]};width:{100 * row.yours // row.count}px'>"
+            )
+            cells = "".join(f"<td>{cell}</td>" for cell in rest)
+            table += f"<tr><td style='text-align:left'>{kind}</td><td>{right}{bar}</td>{cells}</tr>"
+        shown = f"<p>{html.escape(self.whose)}</p>" + f"<table>{table}</table>" * bool(self.rows)
+        if self.own:
+            shown += Picture(scenes.render(_scene()), "your scene")._repr_html_()
+        for question, said, truth in self.own:
+            told = f"<b style='color:{COLORS[said == truth]}'>{html.escape(said)}</b>"
+            shown += f"<p>Your scene: <i>{question}</i> {told}{f' (true: {truth})' * (said != truth)}</p>"
+        shown += f"<p>{html.escape(self.note)}</p>"
+        return f"<details><summary>{FOLDED}</summary>{shown}</details>" if self.folded else shown
+
+
+def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = None, count: int = 24) -> Board:
+    """Ask the trained model the questions that need the named functions.
+
+    functions: the reader's functions, or names of the nine; they run with those of mine.py. Stubs are the library's.
+    With `mistake`, a planted mistake of the one named function runs alone. predicted: kind of question -> how many of
+    `count` will be right; it is kept and shown, and without it the board is folded. Never raises for the reader's code.
+    """
+    names = [f if isinstance(f, str) else f.__name__ for f in functions] or list(written())
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"run: expected functions named {', '.join(NAMES)}, got {unknown[0]!r}")
+    given = {f.__name__: f for f in functions if not isinstance(f, str) and not is_stub(f)}
+    yours = {names[0]: planted(names[0], mistake)} if mistake else written() | given
+    if guesses := {kind: guess for kind, guess in (predicted or {}).items() if guess is not None}:
+        _remember(f"{', '.join(names)} {mistake}".strip(), guesses)
+    whose = f"{names[0]}, {mistake}" if mistake else f"yours: {', '.join(yours) or 'none yet, so this is the library'}"
+    board = Board(whose, folded=predicted is not None and len(guesses) < len(predicted))
+    _ask(board, names, yours, count, guesses)
+    if mistake and not board.note and all(row.same == row.count for row in board.rows):
+        board.note = f"No answer changes. {TASKS[names[0]]['mistakes'][mistake].get('why', '')}".strip()
+    return board
+
+
+def _ask(board: Board, names: Sequence[str], yours: dict[str, Callable], count: int, guesses: dict) -> None:
+    """Fill the rows of a board; an error of the reader's code becomes its note."""
+    kinds = dict.fromkeys(kind for name in names for kind in KINDS[name]) or dict.fromkeys(("color", "place"))
+    rate = RATE if "evs" in names else 0.0
+    mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
+    try:
+        model = _model("replay" in names).with_stages(**{name: limited(f) for name, f in yours.items()})
+        said = answers(model, mixed, rate)  # in one batch: sizes and kinds alternate
+        if "target_size" in yours:
+            board.rows.append(_placeholders(yours["target_size"]))
+        board.own = [told for kind in kinds if kind in OWN for told in _told(model, kind)]
+    except (Exception, TooLong) as error:
+        board.note = f"The model did not get to an answer: {type(error).__name__}: {error}".splitlines()[0]
+        said = [("", [-1])] * len(mixed)
+    board.rows += [_row(kind, said[i :: len(kinds)], rate, guesses.get(kind)) for i, kind in enumerate(kinds)]
+
+
+def _row(kind: str, said: list, rate: float, guess: Any = None, path: str = "") -> Row:
+    count = len(said)
+    theirs, truth = _library(kind, count, rate), [r.question.answer for r in questions(kind, count)]
+    right = [sum(text == true for (text, _), true in zip(x, truth, strict=True)) for x in (said, theirs)]
+    chance = f"{count * CHANCE[kind.split(',')[0]]:.0f}" if kind.split(",")[0] in CHANCE else ""
+    same = sum(a == b for (_, a), (_, b) in zip(said, theirs, strict=True))
+    return Row(kind + path, count, *right, chance, same, guess)
+
+
+def _placeholders(function: Callable) -> Row:
+    """Count the sizes for which a prompt gets the placeholders that a server expects."""
+    sizes = [(arguments, want) for _, arguments, want in cases("target_size")][-200:]
+    same = sum(np.prod(function(*arguments)) == np.prod(want) for arguments, want in sizes)
+    return Row("placeholders of 200 sizes", 200, same, 200, "", same)
+
+
+def predict(question: str, guess: Any, answer: Any) -> Board:
+    """Show a prediction beside what came out, and keep it; without one, what came out is folded."""
+    if guess is not None:
+        _remember(question, guess)
+    said = f"{question} You said {guess}; it is {answer}." if guess is not None else f"{question} It is {answer}."
+    return Board(said, folded=guess is None)
+
+
+def _remember(question: str, guess: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+        DONE.mkdir(exist_ok=True)
+        write_whole(PREDICTED, json.dumps(kept | {question: guess}, indent=1).encode())
+
+
+# --------------------------------------------------------------------------------------------------- the reader's scene
+
+
+def scene(objects: dict[str, str]) -> Picture:
+    """Keep the reader's own scene, such as {"top left": "red circle"}, and show it on its 3 x 3 tokens."""
+    for place, name in objects.items():
+        color, _, shape = name.partition(" ")
+        if place not in scenes.PLACES or color not in scenes.COLORS or shape not in scenes.SHAPES:
+            wanted = f"one of {scenes.PLACES}: a color of {tuple(scenes.COLORS)} and a shape of {scenes.SHAPES}"
+            raise ValueError(f"scene: expected {wanted}, got {place!r}: {name!r}")
+    with contextlib.suppress(OSError):
+        DONE.mkdir(exist_ok=True)
+        write_whole(DRAWN, json.dumps(objects).encode())
+    return Picture(scenes.render(_scene()), ", ".join(f"{name} {place}" for place, name in objects.items()))
+
+
+def _scene() -> scenes.Scene:
+    """Return the reader's scene."""
+    objects, things = json.loads(DRAWN.read_text()) if DRAWN.exists() else SCENE, []
+    for place, name in objects.items():
+        (color, shape), number = name.split(), scenes.PLACES.index(place)
+        center = scenes.CELL * (number % 3 + 0.5), scenes.CELL * (number // 3 + 0.5)
+        things.append(scenes.Thing(shape, color, number, center, 10.0, 0.0, tuple(map(float, scenes.COLORS[color]))))
+    return scenes.Scene(tuple(things), (222.0, 222.0, 222.0), (0.0, 0.0), 1.0, 0, None)
+
+
+def _told(model: refvl.VLM, kind: str) -> list[tuple[str, str, str]]:
+    """Return a question of a kind about the reader's scene, the model's answer and the truth, if there is one."""
+    drawn = _scene()
+    near = [q for q in relations.questions(drawn, relations.AS_IT_IS) if q.kind == kind]
+    found = [q for q in near if q.answer != relations.NOTHING] or near or scenes.all_questions(drawn).get(kind, [])
+    asked = {"images": [scenes.render(drawn)]}
+    return [(q.text, answers(model, [asked | {"prompt": q.text}])[0][0], q.answer) for q in found[:1]]
+
+
+# ------------------------------------------------------------------------------------------------------ the last moment
+
+
+def finish(count: int = 50) -> Board:
+    """Ask 200 questions about scenes and 50 about clips with all functions of mine.py, eagerly and replayed.
+
+    count: of each kind. Also writes mine.html: which functions, since when, and what the model answers with them.
+    """
+    yours = written()
+    missing = [name for name in NAMES if name not in yours]
+    board = Board("All nine are yours." if not missing else f"Still the library's: {', '.join(missing)}.")
+    for kind in ("color", "place", "neighbour", "window", "motion") if yours else ():
+        rate, asked = RATE * (kind == "motion"), [r.arguments for r in questions(kind, count)]
+        for path in ("", ", replayed"):
+            said = answers(_model(bool(path)).with_stages(**yours), asked, rate)
+            board.rows.append(_row(kind, said, rate, path=path))
+    if yours:
+        model = _model(False).with_stages(**yours)
+        board.own = [told for kind in OWN for told in _told(model, kind)]
+        same, asked = sum(row.same for row in board.rows), sum(row.count for row in board.rows)
+        board.note = f"{same} of {asked} answers have the library's token ids. {LIBRARYS_PART} {_page(board, yours)}"
+    return board
+
+
+def _page(board: Board, yours: dict[str, Callable]) -> str:
+    parts = [f"<!doctype html><meta charset='utf-8'><title>My vision side</title>{board._repr_html_()}"]
+    for name, function in yours.items():
+        done = DONE / name
+        since = f", {date.fromtimestamp(done.stat().st_mtime)}" if done.exists() else ""
+        parts.append(f"<h2>{name}{since}</h2><pre>{html.escape(inspect.getsource(function))}</pre>")
+    try:
+        write_whole(NOTEBOOKS / "mine.html", "\n".join(parts).encode())
+    except OSError:
+        return "mine.html could not be written."
+    return "mine.html keeps them and your functions."
