@@ -39,7 +39,7 @@ def graph(explorer, state: tuple) -> dict:
         ).logits
     errors = replay_stale(captured, *filled)["" if stale == "none" else stale].errors
     return {
-        "operations": [0 if e == 0 else level(255 + 254 * math.log10(max(e, 1e-3)) / 3) for e in errors],
+        "operations": [0 if e == 0 else level(1 + 254 * math.log10(max(e, 1e-3) / 1e-3) / 4) for e in errors],
         "tokens": ((embeds - run.embeds[0]).norm(dim=1) / run.embeds[0].norm(dim=1)).view(3, 3),
         "answer": model.answers([changed], max_new_tokens=16)[0],
         "probability": round(float(logits.softmax(-1).max()), 3),

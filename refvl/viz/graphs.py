@@ -1,22 +1,23 @@
 """Encoder graphs: recorded operations, contents of the buffers, items that share a replay,
 and padding waste.
 
-plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
+plot_recording       the recorded operations in order, by part of the tower, and the static buffers they read
 plot_buffers         static buffers before a replay: the batch first, then padding
 plot_packing         one bar per replay, its items side by side, the unused rest hatched
-plot_waste           padding waste against the number of graphs
-plot_replay_timings  eager calls against replays, from a measurement file
 plot_launches        host and device, operation by operation, in an eager run and in one replay
 plot_stale_errors    the effect of a buffer that is not refilled on operations and tokens
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from refvl.graphs import Batch, TraceGraph, padding_waste
@@ -24,37 +25,56 @@ from refvl.graphs.recorder import Operation
 from refvl.study.costs import launch_timeline
 from refvl.viz.bars import item_bars, outline_bar
 from refvl.viz.positions import grid_of_axes, strip_of_axes
-from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, headed
+from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, centered, headed
 from refvl.viz.windows import sequence_colors
 
+ATTENTION = "attention: one kernel on a GPU"
 _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
-_WAYS = {  # columns of a measurement
-    "eager": "eager",
-    "planned": "eager, existing plan",
-    "doubling": "replay, doubling budgets",
-    "fitted": "replay, fitted budgets",
-}
 
 
-def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
-    """Draw recorded operations from left to right, one row per kind,
-    coloured if they read a static buffer.
+def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], tower: Module, *, ax: Axes | None = None) -> Axes:
+    """Draw recorded operations from left to right, one row per part of the tower, and below them one
+    row per static buffer, with a mark at its readers.
 
-    buffers: {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer
-    count as the buffer. Tensors of the recorded graph may have any shape.
+    A box stands for consecutive operations of a part; the number in it counts them. buffers: {name:
+    tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as the buffer.
     """
-    kinds = [kind_of_operation(operation) for operation in graph.operations]
-    rows = {kind: row for row, kind in enumerate(dict.fromkeys(kinds))}
-    ax = axes_or_new(ax, figsize=(10, 0.24 * len(rows) + 1.4))
-    ax.plot([rows[kind] for kind in kinds], "|", color="0.65", ms=7)
+    parts = list(_parts(graph.operations, buffers, tower))
+    kinds = {part: dict[str, None]() for part in parts}
+    for part, operation in zip(parts, graph.operations, strict=True):
+        kinds[part][kind_of_operation(operation)] = None
+    labels = {part: f"{part}: {', '.join(kinds[part])}" for part in kinds} | {ATTENTION: ATTENTION}
+    labels |= {name: f"reads {name}" for name in buffers}
+    rows = {name: row for row, name in enumerate([*kinds, *buffers])}
+    boxes = [list(run) for _, run in groupby(zip(parts, graph.operations, strict=True), itemgetter(0))]
+
+    ax = axes_or_new(ax, figsize=(11, 0.24 * len(rows) + 1))
+    for x, box in enumerate(boxes):
+        ax.barh(rows[box[0][0]], 0.9, left=x - 0.45, color="0.88")
+        centered(ax, x, rows[box[0][0]], str(len(box)), size=8)
     for (name, tensors), color, marker in zip(buffers.items(), STAGE_COLORS, _MARKS, strict=False):
-        readers = [i for i, operation in enumerate(graph.operations) if operation.reads(*tree_leaves(tensors))]
-        ax.plot(readers, [rows[kinds[i]] for i in readers], marker, color=color, ms=6, label=f"reads {name}")
-    ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
-    ax.set(xlabel="position in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
-    ax.grid(axis="y", alpha=0.25)
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+        readers = [x for x, box in enumerate(boxes) if any(one.reads(*tree_leaves(tensors)) for _, one in box)]
+        ax.plot(readers, [rows[name]] * len(readers), marker, color=color, ms=6)
+    ax.set_yticks(range(len(rows)), [labels[name] for name in rows], size=8)
+    ax.set(xlim=(-0.7, len(boxes) - 0.3), ylim=(len(rows) - 0.4, -0.6), xticks=[])
+    ax.set(title=f"{len(parts)} recorded operations", xlabel="from first to last; the number of operations in each box")
     return ax
+
+
+def _parts(operations: Sequence[Operation], buffers: Mapping[str, Tensor], tower: Module) -> Iterator[str]:
+    """Yield the part of the tower that each operation belongs to.
+
+    From the first reader of lengths (`cu_...`) on, the operations of an attention module build a
+    mask and use it. On a GPU, there is one kernel instead, so they are a part of their own.
+    """
+    names, attending = {module: name.split(".") for name, module in tower.named_modules()}, set()
+    lengths = [tensor for name, tensor in buffers.items() if name.startswith("cu_")]
+    for operation in operations:
+        if operation.reads(*lengths):
+            attending.add(operation.module)
+        name = names[operation.module]
+        own = name[2] if name[0] == "blocks" and name[2:] else name[0] or "tower"
+        yield ATTENTION if operation.module in attending else own
 
 
 def kind_of_operation(operation: Operation) -> str:
@@ -105,18 +125,18 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
 
 
 def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
-    colors = ""
     if buffer.ndim == 1:
         ax.plot(buffer.numpy(force=True), ".", ms=4, color="0.2")
         ax.set_ylabel("value", fontsize=8)
     else:
-        colors = " (colour: value)"
-        rows = buffer.flatten(1).float().T
-        high = float(rows.nan_to_num().abs().max()) or 1.0
-        ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
-        ax.set_ylabel("column", fontsize=8)
+        columns = buffer.flatten(1).float().T
+        high = float(columns.nan_to_num().abs().max()) or 1.0
+        drawn = ax.imshow(columns, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")
+        ax.figure.colorbar(drawn, ax=ax, label="value").ax.set_ylim(min(0.0, float(columns.nan_to_num().min())), high)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel(f"position in the buffer{colors}", fontsize=8)
+        if len(columns) == 2:  # the position of a patch
+            ax.set_yticks([0, 1], ["row", "column"])
+    ax.set_xlabel("position in the buffer", fontsize=8)
     ax.tick_params(labelsize=8)
 
 
@@ -152,51 +172,6 @@ def plot_packing(
     return ax
 
 
-def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Plot padding waste in percent against the number of captured graphs.
-
-    waste: {name of a line: {number of graphs: share of the computed tokens that is padding}}.
-    """
-    ax = axes_or_new(ax, figsize=(6, 3.6))
-    for i, (name, color, marker) in enumerate(zip(waste, STAGE_COLORS, _MARKS, strict=False)):
-        percent, thin = [100 * share for share in waste[name].values()], max(1, 4 - i)  # equal lines stay visible
-        ax.plot(list(waste[name]), percent, color=color, marker=marker, lw=thin, ms=2 * thin + 1, label=name)
-    ax.set(xlabel="captured graphs", ylabel="padding (% of computed tokens)", title=title or "padding waste")
-    ax.set_xticks(sorted({count for curve in waste.values() for count in curve}))
-    ax.set_ylim(bottom=0)
-    ax.grid(alpha=0.25)
-    ax.legend(fontsize=9)
-    return ax
-
-
-def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
-    """Plot milliseconds per call against image size: a point at the median,
-    a line up to the 99th percentile.
-
-    measurement: the output of `benchmarks/graphs.py`. images: images per call. The arithmetic at
-    the device's peak is drawn if it is known. Raises ValueError for a number of images that was not
-    measured.
-    """
-    rows = [row for row in measurement["rows"] if row["images"] == images]
-    if not rows:
-        known = sorted({row["images"] for row in measurement["rows"]})
-        raise ValueError(f"images: expected one of the measured {known}, got {images!r}")
-    ax = axes_or_new(ax, figsize=(7, 4))
-    sizes = [row["px"] for row in rows]
-    for (way, label), color, marker in zip(_WAYS.items(), STAGE_COLORS, _MARKS, strict=False):
-        medians = [row[f"{way}_ms"] for row in rows]
-        tails = [[0.0] * len(rows), [max(0.0, row[f"{way}_p99_ms"] - row[f"{way}_ms"]) for row in rows]]
-        ax.errorbar(sizes, medians, tails, color=color, marker=marker, ms=5, lw=1.8, capsize=3, label=label)
-    if all(row["floor_ms"] for row in rows):
-        ax.plot(sizes, [row["floor_ms"] for row in rows], "k:", label="arithmetic at the device's peak")
-    ax.set(yscale="log", xlabel="side of the image (px)", ylabel="one call (ms)", xticks=sizes)
-    call = f"{images} image{'s' * (images > 1)} per call"
-    ax.set_title(f"{call}: {measurement['device']}, {measurement['date']}", size=10)
-    ax.grid(alpha=0.25, which="both")
-    ax.legend(fontsize=8)
-    return ax
-
-
 def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "", ax=None) -> np.ndarray:
     """Draw the error of each recorded operation's result (left) and of each token's embedding
     (right).
@@ -214,8 +189,9 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
             left.text(start + group["count"] / 2, 258, group["name"], size=7, ha="center")
         start += group["count"]
     left.set(ylim=(0, 255), xlim=(0, len(levels)), xlabel="recorded operation", ylabel="relative error")
-    left.set_yticks([1, 85, 170, 255], ["0.001", "0.01", "0.1", "1"])
-    image = right.imshow(np.asarray(row["tokens"]), vmin=0, vmax=1, cmap=SEQUENCE_CMAP)
+    left.set_yticks([1, 64.5, 128, 191.5, 255], ["0.001", "0.01", "0.1", "1", "10"])
+    tokens = np.asarray(row["tokens"])
+    image = right.imshow(tokens, vmin=0, vmax=max(1.0, tokens.max()), cmap=SEQUENCE_CMAP)
     right.set(xticks=[], yticks=[], title="error per token")
     right.title.set_size(9)
     right.figure.colorbar(image, ax=right, shrink=0.8)

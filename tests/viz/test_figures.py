@@ -2,6 +2,7 @@
 numbers that go in. Oracle: these numbers, counted by hand; what figures of images and prompts show is tested beside."""
 
 import json
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -62,10 +63,11 @@ ABLATED = [
 
 
 def recording(ax):
-    """Three operations over two buffers: mul and add read `a`, the last add reads a view of `b`."""
-    a, b, graph = torch.ones(2), torch.ones(2, 2), TraceGraph()
-    graph.capture(lambda: a * 2 + a + b[0])
-    return viz.plot_recording(graph, {"a": a, "b": b}, ax=ax)
+    """A tower of one block with attention in frames: each box is a part, and attention is one of them."""
+    tower = Qwen2_5_VisionTransformer(replace(Qwen2_5_VisionConfig.tiny(), depth=1, fullatt_block_indexes=(0,)))
+    pixels, buffers, graph = tower.pixel_buffer(16), tower.plan_capacity(16, 4), TraceGraph()
+    graph.capture(lambda: tower(pixels, metadata=buffers, attention="masked"))
+    return viz.plot_recording(graph, {"pixels": pixels, "cu_seqlens": buffers.cu_seqlens}, tower, ax=ax)
 
 
 SINGLE = {  # how it is drawn, and what is shown
@@ -76,10 +78,10 @@ SINGLE = {  # how it is drawn, and what is shown
         "title": "752 ms in all, 502 ms to the first token",
     }),
     "recording": (recording, {
-        ticks: ["mul  (1)", "add  (2)"],
-        lines: [[[0, 0], [1, 1], [2, 1]], [[0, 0], [1, 1]], [[2, 1]]],
-        legend: ["reads a", "reads b"],
-        "title": "3 recorded operations",
+        bars: [(x - 0.45, 0.9, row) for x, row in enumerate([0, 1, 2, 3, 4, 3, 5, 6, 7, 5, 8, 1])],
+        lines: [[[0, 9]], [[4, 10]]],  # the first box reads the pixels, attention reads the lengths
+        texts: ["1", "7", "6", "4", "41", "1", "1", "6", "5", "1", "9", "1"],
+        "title": "83 recorded operations",
     }),
     "packing": (lambda ax: viz.plot_packing(TOKENS, BATCHES, ax=ax), {
         bars: [(0, 30, 0), (30, 30, 0), (0, 200, 1), (0, 600, 2)],
@@ -87,9 +89,6 @@ SINGLE = {  # how it is drawn, and what is shown
         outlines: [(0, 64, 0), (0, 256, 1)],
         ticks: ["graph of 64", "graph of 256", "eager"],
         "title": "2 replays, budgets sum to 320, 19% padding",  # 1 - 260 / 320
-    }),
-    "waste": (lambda ax: viz.plot_waste({"greedy": {1: 0.5, 2: 0.25}, "optimal": {4: 0.125}}, title="x", ax=ax), {
-        lines: [[[1, 50], [2, 25]], [[4, 12.5]]], legend: ["greedy", "optimal"], "title": "x",
     }),
     "axes": (lambda ax: viz.plot_mrope_axes({"interleaved": AXES, "all t": AXES * 0}, ax=ax), {
         bars: [(i, 1, row) for row in (0, 1) for i in range(8)], ticks: ["interleaved", "all t"],
@@ -209,18 +208,6 @@ def test_strips_draw_onto_the_axes_given_or_their_own(size, draw):
 def test_what_cannot_be_drawn_is_refused(message, draw):
     with pytest.raises(ValueError, match=message):
         draw()
-
-
-def test_replays_are_medians_with_a_tail():
-    """The errorbars go from the median to the 99th percentile, which is 5 ms more."""
-    row = {"px": 112, "images": 1, "floor_ms": None}
-    for way in ("eager", "planned", "doubling", "fitted"):
-        row |= {f"{way}_ms": 7, f"{way}_p99_ms": 12}
-    drawn = viz.plot_replay_timings({"device": "a GPU", "date": "2026", "rows": [row]})
-    for container in drawn.containers:
-        line, _, [tails] = container.lines
-        assert line.get_xydata().tolist() == [[112, 7]]
-        assert [segment[:, 1].tolist() for segment in tails.get_segments()] == [[7, 12]]
 
 
 def test_a_race_has_a_panel_per_measure_and_a_line_per_family():

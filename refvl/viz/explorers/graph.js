@@ -18,12 +18,12 @@ export default explorer(view => {
 
   // the axis of the errors, next to the short second line: a bar for each power of ten
   function scale(pen) {
-    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 4), bottom = LINE() + 2 + CELL();
+    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 5), bottom = LINE() + 2 + CELL();
     pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
     pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, LINE() - 4);
-    ["0.1 %", "1 %", "10 %", "100 %"].forEach((text, power) => {
+    ["0.1 %", "1 %", "10 %", "100 %", "1000 %"].forEach((text, power) => {
       pen.fillStyle = view.colors.empty; pen.fillRect(left + power * step, bottom - CELL(), 8, CELL());
-      const high = bar(Math.max(1, 255 + 254 * (power - 3) / 3));
+      const high = bar(1 + 254 * power / 4);
       pen.fillStyle = view.colors.highlight; pen.fillRect(left + power * step, bottom - high, 8, high);
       pen.fillStyle = view.colors.muted; pen.fillText(text, left + power * step + 11, bottom);
     });

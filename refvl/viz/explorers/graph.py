@@ -23,7 +23,7 @@ from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
 START = "window_index"  # the initial stale buffer: its tokens come out in the wrong order
-LEAST = 1e-3  # the smallest relative error with its own colour
+LEAST, MOST = 1e-3, 10.0  # the relative errors with the lowest and the highest bar
 
 
 class GraphExplorer(Explorer):
@@ -117,9 +117,9 @@ def _batch(run: Trace) -> tuple[Tensor, object]:
 
 
 def _levels(errors: Sequence[float]) -> np.ndarray:
-    """Return errors on a logarithmic scale: 0 for none, 1 for up to LEAST, 255 for 1 and more."""
-    values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
-    steps = np.clip(255 - 254 * np.log(values.clip(min=LEAST)) / np.log(LEAST), 1, 255)
+    """Return errors on a logarithmic scale: 0 for none, 1 for up to LEAST, 255 for MOST and more."""
+    values = np.nan_to_num(np.array(errors), nan=MOST, posinf=MOST)
+    steps = 1 + 254 * np.log(values.clip(LEAST, MOST) / LEAST) / np.log(MOST / LEAST)
     return np.where(values > 0, steps, 0).astype(np.uint8)
 
 
