@@ -74,7 +74,7 @@ STATIONS = [
     Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",), stage=6),
     Station("Positions", "time, height and width of every token", ("02", "06", "12"),
             ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope", "rules"), stage=8),
-    Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
+    Station("Answer", "embeddings into the prompt, words out of it", ("00", "10", "17"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families"), stage=9),
     Station("Yours", "what it costs, how to teach it more, and a released checkpoint", ("11", "13", "15"),
             ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ("costs",)),
@@ -88,7 +88,7 @@ READERS = {
                      ("live.html", "00", "01", "windows", "02", "positions", "attention", "03",
                       "journeys/qwen2_5_vl.html")),
     "A week": ("Every family, graphs, devices, costs and adapters, with the exercises.",
-               ("live.html", *(f"{n:02}" for n in range(17)))),
+               ("live.html", *(f"{n:02}" for n in range(18)))),
 }  # fmt: skip
 
 # explorers in the order of the course, each with its notebook
