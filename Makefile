@@ -15,7 +15,7 @@ QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint quick cpu test test-rest test-all test-claims test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint quick cpu test test-rest test-all test-claims falsify test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ test-all: lint cpu ## style, types, all tests with their coverage, every noteboo
 test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with values that break a claim (NB=12 runs one)
 	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'
 	OMP_NUM_THREADS=1 NB=$(NB) $(BIN)/python -m pytest -m claims tests/project/test_claims.py
+
+falsify: $(STAMP) ## each notebook with 20 drawn sets of parameters, in hours (NB=12 SETS=5 SEED=2027-01-31)
+	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'
+	OMP_NUM_THREADS=1 NB=$(NB) SETS=$(or $(SETS),20) SEED=$(SEED) $(BIN)/python -m pytest -rA -m claims -k drawn tests/project/test_claims.py
 
 test-quantised: $(STAMP) ## the tests that need torchao, in .venv-quantised: its import writes warnings that no other run should show
 	@test -f .venv-quantised/.installed || $(MAKE) .venv-quantised/.installed

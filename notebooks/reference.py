@@ -4,7 +4,7 @@
     entries()   -> one Entry per name: from the docstring and the files that use the name
     page()      -> reference.html, with a search that runs in the page
 
-A name that no test or notebook spells is shown where its file is tested and taught: `HOME`.
+A name that no test or notebook spells is shown where its file is tested and taught: `home` in reference.toml.
 """
 
 import ast
@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,89 +36,8 @@ PUBLIC = {
     "refvl.serving.export": "embeddings for another engine",
     "refvl.viz": "figures and explorers",
 }
-HOME = {  # the file of a definition: its test, its notebook
-    "encoders/glm4v.py": ("encoders/test_grid_towers.py", "06"),
-    "encoders/glm_ocr.py": ("encoders/test_grid_towers.py", "06"),
-    "encoders/minicpmv.py": ("encoders/test_minicpmv_encoder.py", "07"),
-    "encoders/minicpmv4_6.py": ("journeys/test_families_generate.py", "07"),
-    "encoders/navit_siglip.py": ("encoders/test_navit_siglip.py", "07"),
-    "encoders/siglip_vit.py": ("encoders/test_siglip_vit.py", "07"),
-    "encoders/resampler.py": ("encoders/test_resampler.py", "07"),
-    "encoders/resampler2.py": ("encoders/test_resampler.py", "07"),
-    "encoders/qwen2_5_vl.py": ("contracts/test_encoders.py", "01"),
-    "encoders/qwen3_vl.py": ("journeys/test_families_generate.py", "12"),
-    "encoders/vision_utils.py": ("encoders/test_vision_info.py", "10"),
-    "viz/minicpmv.py": ("viz/test_image_figures.py", "07"),
-    "viz/timings.py": ("viz/test_figures.py", "00"),
-    "positions/evs.py": ("positions/test_evs.py", "03"),
-    "positions/canvas.py": ("positions/test_canvas.py", "07"),
-    "positions/mrope.py": ("positions/test_mrope.py", "02"),
-    "positions/packed.py": ("positions/test_packed.py", "13"),
-    "positions/tables.py": ("positions/test_tables.py", "07"),
-    "positions/timestamps.py": ("positions/test_timestamps.py", "06"),
-    "positions/vidcom2.py": ("positions/test_vidcom2.py", "03"),
-    "graphs/budgets.py": ("graphs/test_graph_budgets.py", "05"),
-    "graphs/manager.py": ("graphs/test_graph_manager.py", "04"),
-    "model.py": ("journeys/test_generate.py", "00"),
-    "serving/export.py": ("tools/test_export.py", "09"),
-    "serving/parallel.py": ("journeys/test_parallel.py", "09"),
-    "serving/adapters.py": ("journeys/test_adapters.py", "13"),
-    "study/boxes.py": ("journeys/test_boxes.py", "12"),
-    "study/report.py": ("journeys/test_compare.py", "00"),
-    "viz/attention.py": ("journeys/test_watch.py", "02"),
-    "viz/evs.py": ("viz/test_image_figures.py", "03"),
-    "viz/explore.py": ("project/test_site.py", "00"),
-    "viz/families.py": ("project/test_notebooks.py", "10"),
-    "viz/glm4v.py": ("project/test_notebooks.py", "06"),
-    "viz/graphs.py": ("project/test_notebooks.py", "04"),
-    "viz/positions.py": ("viz/test_image_figures.py", "02"),
-}
-UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.argument" goes before "argument"
-    "pixels": "box crop_size image_size max_side patch_size picture resized scale_resolution sides window_size"
-    " window_sizes plot_patch_values.size",
-    "pixels, or the unit of the boxes": "new_size rescale.size",
-    "the model's coordinates": "space xy",
-    "patches, tokens or another number": "get_count_assignment.sizes get_load_balance_assignment.sizes grouped_sizes",
-    "patches": "grid grid_hw max_size merge_kernel_size patch pictures slices spatial_merge_size tgt_size"
-    " understand_projector_stride",
-    "entries of the position table": "num_position_embeddings pos_emb_height pos_emb_width",
-    "merged tokens": "budget budget_tokens budgets arrivals max_budget min_budget media_cache max_tokens crop_tokens"
-    " image_tokens output_tokens path_tokens frame_tokens tokens tokens_per_frame query_num queries side MediaSpan.t"
-    " MediaSpan.h MediaSpan.w merged_thw num_queries",
-    "prompt tokens": "chunks max_cache_len max_new_tokens num_computed_tokens num_tokens offset pad_to passes"
-    " prefill_chunk text delta",
-    "token ids": "image_end image_start image_token_id newline slice_end slice_start token_ids video_token_id"
-    " vision_start_token_id",
-    "frames": "FrameSample.indices frames frames_indices max_frames num_frames pos_emb_time temporal_patch_size"
-    " total_num_frames",
-    "seconds": "duration max_duration second_per_grid seconds seconds_saved timestamps video_second_per_grid",
-    "microseconds": "device_us launch_us",
-    "tenths of a second": "max_temporal_size temporal_ids",
-    "frames per second": "fps target_fps",
-    "positions per second": "tokens_per_second",
-    "positions per grid step": "t_factor",
-    "positions": "length",
-    "channels": "channel",
-    "values": "embed_dim head_dim head_size hidden_size in_channels intermediate_size kv_dim num_channels"
-    " out_hidden_size output_hidden_size",
-    "cells of the table": "sincos_2d.size",
-    "rotary pairs": "section",
-    "layers": "deepstack_visual_indexes depth fullatt_block_indexes insert_layer_id max_possible_layers"
-    " num_hidden_layers select_layers",
-    "heads": "num_attention_heads num_heads",
-    "queries along a side": "grid_size",
-    "items": "assignment counts hits images indices max_items misses order",
-    "merge blocks": "highlight",
-    "patch rows": "count",
-    "panels": "columns",
-    "processes": "max_ranks num_gpus ranks",
-    "number of the device": "device",
-    "as in `unit`": "sizes",
-    "pixels, or seconds of a video": "at",
-    "(width, height)": "ratios",
-    "a share or ratio": "accuracy atol largest layer_norm_eps limits mlp_ratio moved norm_eps pruning_rate q relative"
-    " rms_norm_eps rtol speed_up theta waste",
-}
+TABLES = tomllib.loads((ROOT / "notebooks/reference.toml").read_text(encoding="utf-8"))
+HOME, UNITS = TABLES["home"], TABLES["units"]
 SEARCH = """<script>
 const box = document.getElementById("search"), found = document.getElementById("found");
 const entries = [...document.querySelectorAll("section.entry")];

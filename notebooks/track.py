@@ -13,14 +13,16 @@ import contextlib
 import html
 import inspect
 import json
+import linecache
 import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
-from importlib import reload
 from itertools import takewhile
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mine
@@ -57,9 +59,6 @@ RATE = 0.5  # of EVS, in the questions of `evs`
 FIRST = 5000  # the first scene that is asked about; the model was trained on another split
 OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
-LIBRARYS_PART = (
-    "The library's are still: resampling, normalising, trained matrices and norms, the prompt's text, decoding."
-)
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
 COLORS = "#b2182b", "#1b7837"  # wrong, right
 FOLDED = "No prediction yet: guess first, then open."
@@ -106,32 +105,39 @@ def _judged(name: str, function: Callable, count: int, **shown: Any) -> Verdict:
 
 
 def _known(name: str, function: Callable) -> str:
-    """Return the planted mistake with whose results the function agrees on 50 random cases, if there is one."""
-    for mistake in TASKS[name]["mistakes"]:
-        other = planted(name, mistake)
-        try:
-            pairs = ((label, arguments, other(*arguments)) for label, arguments, _ in cases(name, 50))
-            if name != "replay" and judge(function, pairs, PARTS.get(name, ())).status == "right":
-                return mistake
-        except Exception:
-            continue
+    """Return the planted mistake with whose results, or errors, the function agrees on 50 cases, if there is one."""
+    for mistake in TASKS[name]["mistakes"] if name != "replay" else ():
+        other = _outcome(planted(name, mistake))
+        pairs = ((label, arguments, other(*arguments)) for label, arguments, _ in cases(name, 50))
+        if judge(_outcome(function), pairs, PARTS.get(name, ())).status == "right":
+            return mistake
     return ""
+
+
+def _outcome(function: Callable) -> Callable:
+    def outcome(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            return type(error).__name__
+
+    return outcome
 
 
 def _keep(name: str, function: Callable) -> str:
     """Write a right function into mine.py, where it has to work with the names of that file; say what became of it."""
-    path = NOTEBOOKS / "mine.py"
+    path = Path(mine.__file__)
     try:
-        body = textwrap.dedent(inspect.getsource(function)).split(":\n", 1)[1]
-        stub = inspect.getsource(getattr(mine, name))
+        stub, body = inspect.getsource(getattr(mine, name)), textwrap.dedent(inspect.getsource(function))
         text = path.read_text(encoding="utf-8")
-        new = text.replace(stub, f"{stub[: stub.rindex('    ...')]}{body.rstrip()}\n") if stub in text else text
-        space: dict[str, Any] = {}
-        exec(compile(new, "mine.py", "exec"), space)
+        end = stub.rfind('"""') + 4 if '"""' in stub else stub.index(":\n") + 2  # the task stays above it
+        new = text.replace(stub, stub[:end] + body.split(":\n", 1)[1].rstrip() + "\n")
+        exec(compile(new, path, "exec"), space := {"__name__": "mine"})
         if _judged(name, space[name], 20).status != "right":
             return "mine.py does not keep it, because it uses names from outside: put them into the function"
         write_whole(path, new.encode())
-        reload(mine)
+        linecache.checkcache(str(path))
+        vars(mine).update(space)
     except (OSError, ValueError, IndexError, SyntaxError):
         return "it could not be written into mine.py"
     return "mine.py keeps it"
@@ -239,19 +245,17 @@ class Board:
     HEAD = ("question", "right", "library", "chance", "same ids", "predicted")
 
     def __repr__(self) -> str:
-        lines = [
-            f"{a:34}{b:>11}{c:>9}{d:>8}{e:>10}  {f}" for a, b, c, d, e, f in (self.HEAD, *(r.cells for r in self.rows))
-        ]
+        shown = (self.HEAD, *(row.cells for row in self.rows))
+        lines = [f"{a:34}{b:>11}{c:>9}{d:>8}{e:>10}  {f}".rstrip() for a, b, c, d, e, f in shown]
         said = [f"your scene: {q} {said!r}; true: {truth!r}" for q, said, truth in self.own]
-        return "\n".join([self.whose, *lines, *said, *([self.note] if self.note else [])])
+        return "\n".join([self.whose, *(lines if self.rows else []), *said, *([self.note] if self.note else [])])
 
     def _repr_html_(self) -> str:
         table = "".join(f"<th>{name}</th>" for name in self.HEAD)
         for row in self.rows:
             kind, right, *rest = row.cells
-            bar = (
-                f"<hr style='border:3px solid {COLORS[row.same == row.count]};width:{100 * row.yours // row.count}px'>"
-            )
+            color, width = COLORS[row.same == row.count], 100 * row.yours // row.count
+            bar = f"<hr style='border:3px solid {color};width:{width}px'>"
             cells = "".join(f"<td>{cell}</td>" for cell in rest)
             table += f"<tr><td style='text-align:left'>{kind}</td><td>{right}{bar}</td>{cells}</tr>"
         shown = f"<p>{html.escape(self.whose)}</p>" + f"<table>{table}</table>" * bool(self.rows)
@@ -281,8 +285,9 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
     whose = f"{names[0]}, {mistake}" if mistake else f"yours: {', '.join(yours) or 'none yet, so this is the library'}"
     board = Board(whose, folded=predicted is not None and len(guesses) < len(predicted))
     _ask(board, names, yours, count, guesses)
-    if mistake and not board.note and all(row.same == row.count for row in board.rows):
-        board.note = f"No answer changes. {TASKS[names[0]]['mistakes'][mistake].get('why', '')}".strip()
+    known = mistake or (_known(names[0], yours[names[0]]) if len(given) == 1 else "")
+    if known and not board.note and all(row.same == row.count for row in board.rows):
+        board.note = f"No answer changes. {TASKS[names[0]]['mistakes'][known].get('why', '')}".strip()
     return board
 
 
@@ -314,8 +319,8 @@ def _row(kind: str, said: list, rate: float, guess: Any = None, path: str = "") 
 
 def _placeholders(function: Callable) -> Row:
     """Count the sizes for which a prompt gets the placeholders that a server expects."""
-    sizes = [(arguments, want) for _, arguments, want in cases("target_size")][-200:]
-    same = sum(np.prod(function(*arguments)) == np.prod(want) for arguments, want in sizes)
+    sizes = [(_outcome(function)(*arguments), want) for _, arguments, want in cases("target_size")][-200:]
+    same = sum(isinstance(got, tuple) and prod(got) == prod(want) for got, want in sizes)
     return Row("placeholders of 200 sizes", 200, same, 200, "", same)
 
 
@@ -389,7 +394,7 @@ def finish(count: int = 50) -> Board:
         model = _model(False).with_stages(**yours)
         board.own = [told for kind in OWN for told in _told(model, kind)]
         same, asked = sum(row.same for row in board.rows), sum(row.count for row in board.rows)
-        board.note = f"{same} of {asked} answers have the library's token ids. {LIBRARYS_PART} {_page(board, yours)}"
+        board.note = f"{same} of {asked} answers have the library's token ids. {TASKS['remains']} {_page(board, yours)}"
     return board
 
 
@@ -400,7 +405,7 @@ def _page(board: Board, yours: dict[str, Callable]) -> str:
         since = f", {date.fromtimestamp(done.stat().st_mtime)}" if done.exists() else ""
         parts.append(f"<h2>{name}{since}</h2><pre>{html.escape(inspect.getsource(function))}</pre>")
     try:
-        write_whole(NOTEBOOKS / "mine.html", "\n".join(parts).encode())
+        write_whole(Path(mine.__file__).with_suffix(".html"), "\n".join(parts).encode())
     except OSError:
         return "mine.html could not be written."
     return "mine.html keeps them and your functions."

@@ -22,7 +22,8 @@ JSON_FILES = (  # transformers and the tokenizer read these files, but their err
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-MOST = {  # keys in config.json -> the largest accepted value; products of a few such values stay below 2**63
+# keys in config.json -> the largest accepted value; products of a few such values stay below 2**63
+MOST = {
     "num_hidden_layers num_layers depth layers": 1000,
     "temporal_patch_size spatial_merge_size in_channels in_chans num_channels understand_projector_stride": 64,
     "patch_size num_experts n_routed_experts moe_num_experts": 2**10,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**22  # the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
+# the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
+MAX_PATCHES = 2**22
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
 

@@ -3,15 +3,16 @@
 A notebook may have a cell of code tagged `parameters` (papermill's convention), with one assignment
 a line:
 
-    first = 0  # the first scene; tried: 100, 200, 300; breaks: 7
+    first = 0  # the first scene; tried: 100, 200, 300; range: 0..100000; breaks: 7
 
 Set i takes the i-th value that was tried of each parameter, and every assertion of the notebook has
-to hold. With a value that breaks, and the others as they are, an assertion has to fail: the
-notebook's "Try to break it" says which.
+to hold; so it has to with values drawn from the ranges (`make falsify`). With a value that breaks,
+and the others as they are, an assertion has to fail: the notebook's "Try to break it" says which.
 """
 
 import ast
 import json
+import random
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Parameters:
     committed: dict[str, Any] = field(default_factory=dict)
     tried: dict[str, tuple] = field(default_factory=dict)
     breaks: dict[str, tuple] = field(default_factory=dict)
+    ranges: dict[str, tuple] = field(default_factory=dict)
 
     @classmethod
     def read(cls, notebook: Path) -> "Parameters | None":
@@ -48,10 +50,21 @@ class Parameters:
             for kind in ("tried", "breaks"):
                 if found := re.search(rf"; {kind}: ([^;]+)", comment):
                     getattr(parameters, kind)[name] = ast.literal_eval(f"({found[1]},)")
+            if found := re.search(r"; range: (\S+?)\.\.([^\s;]+)", comment):
+                parameters.ranges[name] = tuple(map(ast.literal_eval, found.groups()))
         return parameters
 
     def sets(self) -> list[dict[str, Any]]:
         return [{name: values[i] for name, values in self.tried.items()} for i in range(SETS)]
+
+    def drawn(self, seed: str) -> dict[str, Any]:
+        """Values drawn uniformly from the ranges, with three decimals.
+
+        >>> Parameters(ranges={"first": (4, 4)}).drawn("2027-01-01")
+        {'first': 4}
+        """
+        rng, whole = random.Random(seed), lambda ends: all(type(end) is int for end in ends)
+        return {n: rng.randint(*e) if whole(e) else round(rng.uniform(*e), 3) for n, e in self.ranges.items()}
 
     def breaking(self) -> list[dict[str, Any]]:
         return [{name: value} for name, values in self.breaks.items() for value in values]

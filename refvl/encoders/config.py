@@ -18,7 +18,8 @@ class TowerConfig:
 
     __slots__ = ()
     activation: ClassVar[str | None] = None  # the only activation that the tower supports; None: not checked
-    head_unit: ClassVar[int] = 1  # the head dimension is a multiple of this: 4, if half of it rotates with each side
+    # the head dimension is a multiple of this: 4, if half of it rotates with each side
+    head_unit: ClassVar[int] = 1
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int
     num_hidden_layers: int

@@ -37,7 +37,8 @@ from refvl.encoders.tower import Tower
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
-RENAMED = {  # a regular expression for a name in the released file or transformers' file -> the parameter's name
+# a regular expression for a name in the released file or transformers' file -> the parameter's name
+RENAMED = {
     r"^model\.": "",
     r"^vision_model\.(vit_)?downsampler1": "vit_downsampler",
     r"^vision_model\.(vit_)?downsampler2": "vit_downsampler2",

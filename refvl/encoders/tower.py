@@ -28,7 +28,8 @@ class Tower(nn.Module):
 
     config_class: ClassVar[Any]
     config: Any  # an instance of config_class
-    check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
+    # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
+    check_layouts: Any
     block_size: Any  # patches per token, if it is a constant
     patch_values: Any  # the number of values in a patch row
     plan_checked: Any  # (layouts) -> the plan for layouts that are already checked, such as a processor's

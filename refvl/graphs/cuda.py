@@ -11,7 +11,8 @@ from torch import Tensor
 
 from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
 
-Pool = Any  # the return value of `torch.cuda.graph_pool_handle`, a pair of integers whose type is private to torch
+# the return value of `torch.cuda.graph_pool_handle`, a pair of integers whose type is private to torch
+Pool = Any
 
 
 class CudaGraph:

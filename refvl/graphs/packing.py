@@ -22,7 +22,8 @@ Item = tuple[int, int, int]
 Group = list[int]
 
 EXACT_ITEMS = 12
-COUNT_BASE = 2**8  # more than the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
+# more than the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
+COUNT_BASE = 2**8
 NEVER = 2**60  # more than the cost of any packing
 
 

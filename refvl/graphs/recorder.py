@@ -35,7 +35,8 @@ READ_BACK = (
 )  # fmt: skip
 FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 ATEN = torch.ops.aten
-ONE_CAPTURE = Lock()  # one lock for the process: a mode belongs to its thread, but torch's tables of operations do not
+# one lock for the process: a mode belongs to its thread, but torch's tables of operations do not
+ONE_CAPTURE = Lock()
 INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default)
 
 

@@ -28,7 +28,8 @@ class PerceptionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and max_side are constants in the released code; small checkpoints change them
+    # this and max_side are constants in the released code; small checkpoints change them
+    crop_size: int = 504
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5

@@ -173,7 +173,8 @@ class Listing:
     total: int  # the number of frames that are shown
     rate: float  # frames per second; the average if it varies
     tick: float  # the unit of the file's clock, in seconds
-    start: int | None = None  # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
+    # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
+    start: int | None = None
 
 
 def _sample_part(sample: Callable, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:

@@ -81,7 +81,8 @@ class PatchConfig:
     fps: float = 2.0  # frames per second that are sampled from a video (see refvl.pixels.media)
     min_frames: int = 4
     max_frames: int = 768
-    resize: str = "pillow"  # or "torchvision": images are prepared as transformers does if torchvision is installed
+    # or "torchvision": images are prepared as transformers does if torchvision is installed
+    resize: str = "pillow"
 
     def __post_init__(self):
         check_preprocessing(self)
@@ -349,7 +350,8 @@ class Patches:
 
     source: Image.Image | Video = field(repr=False)
     rows: Levels | Tensor = field(repr=False)  # N patch rows, as a tensor if pixels are normalised before they are cut
-    layout: Any  # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
+    # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
+    layout: Any
     media_tokens: Any  # a `MediaTokens`: the extents of the item as the language model sees them
 
     @cached_property

@@ -44,7 +44,8 @@ class SliceConfig:
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side, in pixels, of a square with the area of a slice
     patch_size: int = 14
-    multiple: int = 1  # sides are multiples of this number of patches, which is 2 or 4 if patches are merged
+    # sides are multiples of this number of patches, which is 2 or 4 if patches are merged
+    multiple: int = 1
     max_aspect_ratio: int = 10_000  # beyond it, rounding up to one patch allows any area
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)

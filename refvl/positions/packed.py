@@ -22,7 +22,8 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-FILLERS = {  # features with an entry per token, and its value for prompts without the feature; None: all need it
+# features with an entry per token, and its value for prompts without the feature; None: all need it
+FILLERS = {
     "labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1, "inputs_embeds": None, "mm_token_type_ids": None,
 }  # fmt: skip
 

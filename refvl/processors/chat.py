@@ -43,9 +43,11 @@ class ChatProcessor:
     sampler: ClassVar[Callable[..., Sequence[int]]]  # (total, source_fps, **options) -> the indices of frames
     timestamps_of: Callable[[Video], tuple[float, ...]]  # a video -> the time that the prompt states for each frame
     no_video: ClassVar[str]  # the error for a video if the model accepts none
-    clip_sampling: Any = ""  # a description of the video sampling; empty if `video_config` contains all of it
+    # a description of the video sampling; empty if `video_config` contains all of it
+    clip_sampling: Any = ""
     tokens_at_once: int = 1  # a number that divides every token count of the encoder
-    assumed: bool = False  # True if the pixel limits are the defaults of the class because no file sets them
+    # True if the pixel limits are the defaults of the class because no file sets them
+    assumed: bool = False
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 

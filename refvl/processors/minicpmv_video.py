@@ -42,7 +42,8 @@ class FrameConfig:
     max_frames: int = 64  # the maximum number of sets of query tokens; a pack of frames counts as one
     max_packing: int = 1  # the maximum number of frames that share a set
     max_slice_nums: int = 1  # the maximum number of slices of a frame; 1: an overview alone
-    packing: int | None = None  # frames per set; None: the smallest number that keeps the video within max_frames sets
+    # frames per set; None: the smallest number that keeps the video within max_frames sets
+    packing: int | None = None
 
     def changed_by(self, folder: Path) -> "FrameConfig":
         """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""

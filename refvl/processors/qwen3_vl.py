@@ -44,7 +44,8 @@ class Qwen3VLProcessor(ChatProcessor):
 
     patch_config = Qwen3VLPatchConfig
     sampler = staticmethod(even_indices)
-    outer_tokens: bool = False  # whether a video keeps the special tokens that the chat template writes around it
+    # whether a video keeps the special tokens that the chat template writes around it
+    outer_tokens: bool = False
     video_options = ("fps", "min_frames", "max_frames")
 
     def timestamps_of(self, video: Video) -> tuple[float, ...]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
-MIN_WORK = 2**22  # multiplications per call; below this number, the call itself costs more than oneDNN saves
+# multiplications per call; below this number, the call itself costs more than oneDNN saves
+MIN_WORK = 2**22
 FASTER = 1.3  # the speed-up that oneDNN must reach, so that a short disturbance does not decide the choice
 
 

@@ -30,7 +30,8 @@ STAGES = ("decode media", "patchify", "encode", "prune", "merge", "positions", "
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
 RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
-GROWTH = 8  # a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
+# a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
+GROWTH = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)

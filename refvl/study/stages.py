@@ -46,15 +46,24 @@ def fold(x: Tensor, merge: int, project: Callable[[Tensor], Tensor], inverse: Te
 class Stages:
     """The nine functions. None is the library's own path at this stage; `rotate` and `fold` are its plain forms."""
 
-    target_size: Callable = fit_budget  # height, width, factor, min_pixels, max_pixels -> height, width
-    patch_rows: Callable | None = None  # pixels (T, C, H, W), patch, merge, steps -> (N, C * steps * patch * patch)
-    window_index: Callable | None = None  # grids, side -> index (M,), inverse (M,), lengths
-    rotate: Callable = rotate  # x (N, H, K), row, column -> (N, H, K)
-    attend: Callable | None = None  # q, k, v (N, H, K), lengths -> (N, H, K)
-    fold: Callable = fold  # x (N, E), merge, project, inverse -> (M, D)
-    mrope: Callable | None = None  # length, [(offset, t, h, w, factor), ...] -> positions (3, length), delta
-    evs: Callable | None = None  # embeds (M, D), steps, rate, positions, offset -> keep (L,), the kept positions, delta
-    replay: Callable | None = None  # graph, buffers, rules, [(contents, tokens), ...] -> [(tokens, D), ...]
+    # height, width, factor, min_pixels, max_pixels -> height, width
+    target_size: Callable = fit_budget
+    # pixels (T, C, H, W), patch, merge, steps -> (N, C * steps * patch * patch)
+    patch_rows: Callable | None = None
+    # grids, side -> index (M,), inverse (M,), lengths
+    window_index: Callable | None = None
+    # x (N, H, K), row, column -> (N, H, K)
+    rotate: Callable = rotate
+    # q, k, v (N, H, K), lengths -> (N, H, K)
+    attend: Callable | None = None
+    # x (N, E), merge, project, inverse -> (M, D)
+    fold: Callable = fold
+    # length, [(offset, t, h, w, factor), ...] -> positions (3, length), delta
+    mrope: Callable | None = None
+    # embeds (M, D), steps, rate, positions, offset -> keep (L,), the kept positions, delta
+    evs: Callable | None = None
+    # graph, buffers, rules, [(contents, tokens), ...] -> [(tokens, D), ...]
+    replay: Callable | None = None
 
 
 @dataclass(frozen=True)

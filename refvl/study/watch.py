@@ -42,7 +42,8 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 class SegmentAttention(NamedTuple):
     """The attention within one segment of a block."""
 
-    rows: Tensor  # (S,) int64: patch rows of the media, concatenated in the order of `Trace.patches`; -1: a class token
+    # (S,) int64: patch rows of the media, concatenated in the order of `Trace.patches`; -1: a class token
+    rows: Tensor
     weights: Tensor  # (H, S, S): query, key; the sum over the keys is 1
 
 

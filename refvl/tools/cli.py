@@ -263,7 +263,8 @@ def encode(
     rank = int(os.environ.get("RANK", 0))
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     result = encode_folder(vlm, media, out, progress=sys.stderr.isatty() and rank == 0)
-    if rank == 0:  # if another rank exited with an error, torchrun would stop this rank before it could print
+    # if another rank exited with an error, torchrun would stop this rank before it could print
+    if rank == 0:
         print(f"{len(result['encoded'])} encoded, {len(result['skipped'])} skipped in {out}", flush=True)
         for name, reason in result["failed"].items():
             print(f"refvl: {name}: {reason}", file=sys.stderr)

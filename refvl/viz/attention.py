@@ -14,7 +14,8 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, centered, image_axes
 
-_OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map instead would hide the image
+# of the veil over a cell without attention; a coloured heat map instead would hide the image
+_OPACITY = 0.7
 
 
 def plot_attention(

@@ -1,9 +1,10 @@
 """Every claim holds under three other sets of parameters, and breaks where a notebook says so.
 
-Oracle: the notebook's own assertions, run by papermill. `make test-claims`; NB=12 runs one
-notebook.
+Oracle: the notebook's own assertions, run by papermill. `make test-claims`; NB=12 runs one notebook. `make falsify`
+draws SETS others from the ranges; the names of the tests begin with the seed, which is the day.
 """
 
+import datetime
 import os
 from pathlib import Path
 
@@ -14,11 +15,19 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("[0-
 FOUND = {path: parameters for path in NOTEBOOKS if (parameters := Parameters.read(path))}
 WANTED = {path: p for path, p in FOUND.items() if path.stem.startswith(os.environ.get("NB", ""))}
 HELD = [(path, values) for path, p in WANTED.items() for values in p.sets()]
+SEED, SETS = os.environ.get("SEED") or str(datetime.date.today()), int(os.environ.get("SETS") or 0)
+DRAWN = [(path, f"{SEED}/{i}") for path, p in WANTED.items() if p.ranges for i in range(SETS)]
 BROKEN = [(path, values) for path, p in WANTED.items() for values in p.breaking()]
 
 
 def named(value) -> str:
-    return value.stem if isinstance(value, Path) else ", ".join(f"{n}={v}" for n, v in value.items())
+    return (
+        value
+        if isinstance(value, str)
+        else value.stem
+        if isinstance(value, Path)
+        else ", ".join(f"{n}={v}" for n, v in value.items())
+    )
 
 
 def run(path: Path, values: dict, out: Path) -> None:
@@ -40,6 +49,15 @@ def test_a_claim_breaks_where_the_notebook_says(path):
 @pytest.mark.claims
 @pytest.mark.parametrize(("path", "values"), HELD, ids=named)
 def test_the_claims_hold(path, values, tmp_path):
+    run(path, values, tmp_path)
+
+
+@pytest.mark.claims
+@pytest.mark.parametrize(("path", "seed"), DRAWN, ids=named)
+def test_no_drawn_parameters_break_a_claim(path, seed, tmp_path):
+    """What breaks one is an error of the claim, or a bound that the notebook has to state."""
+    values = FOUND[path].drawn(f"{seed} {path.stem}")
+    print(path.stem, seed, values)
     run(path, values, tmp_path)
 
 
