@@ -80,10 +80,10 @@ class TowerExplorer(WatchedExplorer):
         patch = max(self.selected, 0)
         place = tuple(w.patches[patch].tolist())
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9, 3.6), layout="constrained")
-        plot_states(np.asarray(w.picture), title=w.prompt, ax=left)
+        plot_states(np.asarray(w.picture), title="the image", ax=left)
         alike, segments = w.on_grid(torch.from_numpy(row["alike"][patch])), w.on_grid(row["segments"])
         gray = alike.to(torch.uint8)[..., None].expand(-1, -1, 3).numpy()
-        title = f"similarity after {self.options['stage']}"
+        title = f"cosine with the framed patch (white: 1)\nafter {self.options['stage']}"
         plot_states(gray, segments_HW=segments, patch=place, title=title, ax=middle)
         names = self.controls[1]["options"]
         near = self.shared["pictures"][row["picture"]]["near"]
@@ -91,7 +91,7 @@ class TowerExplorer(WatchedExplorer):
         right.plot(near[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label="the rest of its token")
         right.plot(far[:, patch].numpy(force=True), color="0.5", lw=3, label="all other patches")
         right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-        right.set(title=f"similarity to patch {patch}", ylabel="cosine")
+        right.set(title="cosine of the framed patch with", ylabel="mean cosine")
         right.legend(fontsize=8)
         return figure
 
