@@ -9,8 +9,9 @@ from refvl.positions import apply_rotary, mrope_axis_of_pairs, vision_rotary_cos
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.style import AXIS_COLORS, SEQUENCE_CMAP
 
-THETAS = [10_000, 100_000, 1_000_000, 5_000_000, 10_000_000]
+THETAS = [5, 10_000, 100_000, 1_000_000, 5_000_000, 10_000_000]
 SECTIONS = {  # rotary pairs of t, h and w, and whether they are interleaved
+    "tiny Qwen2.5-VL: 4, 6, 6 contiguous": ((4, 6, 6), False),  # theta 5
     "Qwen2.5-VL: 16, 24, 24 contiguous": ((16, 24, 24), False),
     "Qwen3-VL: 24, 20, 20 interleaved": ((24, 20, 20), True),
     "GLM-4.1V: 8, 12, 12 contiguous": ((8, 12, 12), False),
@@ -43,12 +44,12 @@ class MropeExplorer(Explorer):
             "axes": list(self.axes.values()),
             "cos": [[turns[name, theta][0] for theta in THETAS] for name in SECTIONS],  # (positions, pairs) each
             "sin": [[turns[name, theta][1] for theta in THETAS] for name in SECTIONS],
-            "scores": [  # (3 axes, distances) each
+            "scores": [
                 [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
             ],
         }
-        start = ("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9)
-        super().__init__(controls, shared=shared, start=start, selected=5)  # the second pair of w
+        start = ("tiny Qwen2.5-VL: 4, 6, 6 contiguous", 5, 4, 6, 9)
+        super().__init__(controls, shared=shared, start=start, selected=11)  # the second pair of w
 
     def row(self, index: int) -> dict:
         """Return axis, cos and sin (pairs,) of the key's pairs, each axis's share of the score,
@@ -56,30 +57,29 @@ class MropeExplorer(Explorer):
         """
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)
-        planes = torch.arange(len(self.axes[name]))
         position = torch.tensor(key)[self.axes[name]]  # the key's position on the axis of each pair
         distance = [abs(a - b) for a, b in zip(key, QUERY.values(), strict=True)]
         parts = self.shared["scores"][i][k][torch.arange(3), distance]
-        cos, sin = (self.shared[which][i][k][position, planes] for which in ("cos", "sin"))
+        cos, sin = (self.shared[which][i][k][position, range(len(position))] for which in ("cos", "sin"))
         return {"axes": self.axes[name], "cos": cos, "sin": sin, "parts": parts, "score": float(parts.sum())}
 
     def figure(self) -> Figure:
         options, row = self.options, self.row(self.index)
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", width_ratios=(1, 1.6))
-        scores = self.shared["scores"][list(SECTIONS).index(options["sections"])][THETAS.index(options["theta"])]
-        far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in "hw"}
-        parts = scores[0, abs(options["t"] - QUERY["t"])] + scores[1, far["h"]][:, None] + scores[2, far["w"]]
-        shown = left.imshow(parts, cmap=SEQUENCE_CMAP)  # full colour range, because the scores hardly differ
-        figure.colorbar(shown, ax=left, label="score")
-        left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black", label="query")
-        left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black", label="key")
-        left.set(xlabel="w", ylabel="h", title=f"key at t = {options['t']}, query at t = {QUERY['t']}")
-        left.legend(fontsize=8)
-        for number, axis in enumerate("thw"):
+        i, k = list(SECTIONS).index(options["sections"]), THETAS.index(options["theta"])
+        far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in EXTENT}
+        scores, cos = self.shared["scores"][i][k], self.shared["cos"][i][k]
+        t, h, w = (scores[number, far[axis]] for number, axis in enumerate(EXTENT))
+        figure.colorbar(left.imshow(t[options["t"]] + h[:, None] + w, cmap=SEQUENCE_CMAP), ax=left, label="score")
+        left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black")
+        left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black")
+        left.set(xlabel="w", ylabel="h", title=f"equal vectors: query o, t = {QUERY['t']};\nkey x, t = {options['t']}")
+        for number, axis in enumerate(EXTENT):
             planes = (row["axes"] == number).nonzero().flatten()
-            right.bar(planes, row["cos"][planes], color=AXIS_COLORS[axis], label=f"rotated by {axis}")
-        right.set(xlabel="rotary pair", ylabel="cos of the key's angle", title=f"score {row['score']:.2f}")
-        right.legend(fontsize=8, loc="lower right")
+            right.bar(planes, cos[far[axis][options[axis]], planes], color=AXIS_COLORS[axis], label=axis)
+        right.set(xlabel=f"rotary pair, {options['sections']}", ylabel="cos(angle of query - angle of key)")
+        right.set_title(f"score {row['score']:.2f}: the mean of the bars")
+        right.legend(title="rotated by", fontsize=8, loc="lower left")
         return figure
 
     def describe(self) -> str:
