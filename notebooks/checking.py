@@ -202,8 +202,8 @@ def _say(value: Any) -> str:
     return repr(value) if isinstance(value, SCALARS) else f"a {type(value).__name__}"
 
 
-def limited(function: Callable) -> Callable:
-    """Wrap a function so that it raises TooLong after LIMIT seconds, which stops loops in Python on any system."""
+def limited(function: Callable, times: float = 1.0) -> Callable:
+    """Wrap a function so that it raises TooLong after `times` LIMIT, which stops loops in Python on any system."""
     raise_in, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
 
     @functools.wraps(function)
@@ -215,7 +215,7 @@ def limited(function: Callable) -> Callable:
                 if running:
                     raise_in(thread, ctypes.py_object(TooLong))
 
-        timer = threading.Timer(LIMIT, stop)
+        timer = threading.Timer(times * LIMIT, stop)
         timer.start()
         try:
             return function(*args, **kwargs)

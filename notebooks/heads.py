@@ -5,6 +5,7 @@ notebook.
 """
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
+# from pixels to an answer, and the five families; the rest is elective
+ROUTE = ("00", "01", "02", "03", "04", "05", "17")
 HEAD = "head"  # a tag: no part of the lesson
 COLAB = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({})"
 BINDER = "[![Open in Binder](https://mybinder.org/badge_logo.svg)]({})"
@@ -32,9 +35,14 @@ def repository() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 
 
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Return notebooks in the order of the course: the route, then the electives."""
+    return sorted(paths, key=lambda path: (path.stem[:2] not in ROUTE, path.stem))
+
+
 def chapters() -> list[Path]:
     """Return the notebooks in the order of the course, the index last."""
-    return [*sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), ROOT / "notebooks/index.ipynb"]
+    return [*in_order((ROOT / "notebooks").glob("[0-9]*.ipynb")), ROOT / "notebooks/index.ipynb"]
 
 
 def line(path: Path) -> str:

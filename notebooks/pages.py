@@ -17,6 +17,7 @@ import base64
 import html
 import io
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,7 @@ from urllib.parse import unquote
 import nbformat
 import reference
 import typer
+from heads import in_order
 from PIL import Image
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
@@ -55,48 +57,11 @@ class Station:
     stage: int = 1
 
 
-STATIONS = [
-    Station("Pixels", "sample, decode, resize, slice or crop", ("00", "06", "07", "08"),
-            ("pixels/media.py", "positions/timestamps.py", "pixels/patches.py", "pixels/slices.py", "pixels/crops.py"),
-            ("timeline", "slices", "families"), stage=2),
-    Station("Patches", "cut into rows, in blocks and windows", ("01",),
-            ("pixels/patches.py", "positions/windows.py"), ("windows",), stage=3),
-    Station("Tower", "a vision transformer reads the rows, once", ("01", "06", "10", "12", "14", "16"),
-            ("encoders/qwen2_5_vl.py", "encoders/qwen3_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py",
-             "attention.py", "serving/media_cache.py"),
-            ("tower", "attention", "costs", "deepstack"), stage=5),
-    Station("Tokens", "merged, resampled or projected", ("00", "07"),
-            ("encoders/grid.py", "encoders/resampler.py"), ("slices",), stage=5),
-    Station("Graphs", "the tower recorded once and replayed", ("04", "05"),
-            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "launches", "packing"), stage=4),
-    Station("Devices", "many images, shared among several towers", ("09",),
-            ("serving/parallel.py",), ("assignment",), stage=5),
-    Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",), stage=6),
-    Station("Positions", "time, height and width of every token", ("02", "06", "12"),
-            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope", "rules"), stage=8),
-    Station("Answer", "embeddings into the prompt, words out of it", ("00", "10", "17"),
-            ("merge.py", "pipeline.py", "trace.py"), ("attention", "families"), stage=9),
-    Station("Yours", "what it costs, how to teach it more, and a released checkpoint", ("11", "13", "15"),
-            ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ("costs",)),
-]  # fmt: skip
-
+INDEX = tomllib.loads((ROOT / "notebooks/pages.toml").read_text(encoding="utf-8"))
+STATIONS = [Station(**values) for values in INDEX["stations"]]
+EXPLORERS = INDEX["explorers"]
 # reader: their goal, and their pages in order, each by a notebook's number, an explorer's name, or an address
-READERS = {
-    "I just want to run it": ("Load a model, ask about an image, bring your own checkpoint.",
-                              ("live.html", "00", "15", "reference.html")),
-    "An afternoon": ("How an image becomes tokens with positions, and where they are looked at.",
-                     ("live.html", "00", "01", "windows", "02", "positions", "attention", "03",
-                      "journeys/qwen2_5_vl.html")),
-    "A week": ("Every family, graphs, devices, costs and adapters, with the exercises.",
-               ("live.html", *(f"{n:02}" for n in range(18)))),
-}  # fmt: skip
-
-# explorers in the order of the course, each with its notebook
-EXPLORERS = {
-    "windows": "01", "positions": "02", "mrope": "02", "evs": "03", "graph": "04", "launches": "04", "packing": "05",
-    "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
-    "deepstack": "12", "tower": "16", "attention": "16",
-}  # fmt: skip
+READERS = {name: (reader["wants"], reader["pages"]) for name, reader in INDEX["readers"].items()}
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -117,7 +82,7 @@ def build(out: Path, base: str = "") -> dict[str, int]:
     from refvl.viz.journey import SHIPPED
     from refvl.viz.live.widget import STILL
 
-    paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    paths = in_order((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
     made = {name: GALLERY[name]() for name in EXPLORERS}
     pages |= {f"explorers/{name}.html": explorer_page(name, made, paths) for name in EXPLORERS}

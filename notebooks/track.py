@@ -52,7 +52,7 @@ KINDS = {  # the questions that need a function, by data/measurements/ablations.
     "fold": ("shape", "place", "neighbour"),
     "mrope": ("place", "motion", "what is there", "motion, 4.2 frames a second"),
     "evs": ("motion", "motion, five frames", "motion, nothing moves"),
-    "replay": ("color, other sizes", "place", "window"),
+    "replay": ("place", "place, 168 px", "window"),
 }
 CHANCE = {"color": 1 / 6, "shape": 1 / 5, "place": 1 / 9, "motion": 1 / 4, "neighbour": 1 / 4, "window": 1 / 4}
 RATE = 0.5  # of EVS, in the questions of `evs`
@@ -297,7 +297,7 @@ def _ask(board: Board, names: Sequence[str], yours: dict[str, Callable], count: 
     rate = RATE if "evs" in names else 0.0
     mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
     try:
-        model = _model("replay" in names).with_stages(**{name: limited(f) for name, f in yours.items()})
+        model = _model("replay" in names).with_stages(**{name: limited(f, 12) for name, f in yours.items()})
         said = answers(model, mixed, rate)  # in one batch: sizes and kinds alternate
         if "target_size" in yours:
             board.rows.append(_placeholders(yours["target_size"]))

@@ -58,13 +58,18 @@ class Parameters:
         return [{name: values[i] for name, values in self.tried.items()} for i in range(SETS)]
 
     def drawn(self, seed: str) -> dict[str, Any]:
-        """Values drawn uniformly from the ranges, with three decimals.
+        """Values drawn uniformly from the ranges, with three decimals, and of the others, values that
+        were tried.
 
-        >>> Parameters(ranges={"first": (4, 4)}).drawn("2027-01-01")
+        >>> Parameters.parse("first = 0  # a scene; tried: 1; range: 4..4").drawn("2027-01-01")
         {'first': 4}
         """
-        rng, whole = random.Random(seed), lambda ends: all(type(end) is int for end in ends)
-        return {n: rng.randint(*e) if whole(e) else round(rng.uniform(*e), 3) for n, e in self.ranges.items()}
+        rng, values = random.Random(seed), dict[str, Any]()
+        for name in self.tried:
+            low, high = self.ranges.get(name, (0, 0.0))
+            inside = rng.randint(low, high) if type(high) is int else round(rng.uniform(low, high), 3)
+            values[name] = inside if name in self.ranges else rng.choice((self.committed[name], *self.tried[name]))
+        return values
 
     def breaking(self) -> list[dict[str, Any]]:
         return [{name: value} for name, values in self.breaks.items() for value in values]

@@ -30,6 +30,7 @@ MATRIX = (  # their names begin with "test_"
     "blocks_of_all_sizes_share_one_graph_without_a_break", "every_key_of_the_table_counts_where_it_says",
     "a_replay_copies_rows_and_plan_and_waits_for_nothing", "pruned_prompts_are_those_without_graphs",
     "a_planted_fault_is_found", "ids_logits_and_positions_equal_the_whole_prefill",
+    "the_model_notices_a_mistake_or_the_reason_is_given",
 )  # fmt: skip
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 

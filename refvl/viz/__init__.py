@@ -19,7 +19,7 @@ FILES = {
     "families": "plot_ablations plot_family_costs plot_family_curves plot_family_race plot_family_stages",
     "glm4v": "plot_clip_prompt plot_clip_tokens plot_patch_values plot_position_table plot_timelines",
     "graphs": "plot_buffers plot_launches plot_packing plot_recording plot_stale_errors",
-    "minicpmv": "plot_canvas plot_frame_tokens plot_query_attention plot_slices plot_time_shift",
+    "minicpmv": "plot_canvas plot_frame_tokens plot_query_attention plot_slices",
     "parallel": "plot_assignment plot_gather plot_speed_up",
     "patches": "plot_patch_rows plot_patches",
     "positions": "plot_mrope_axes plot_place_answers plot_position_grid plot_positions plot_rotary",

@@ -4,7 +4,6 @@ and the cost of a video if frames are packed.
 plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query attends to each patch
 plot_frame_tokens     tokens of a video against its number of frames, one line per model
-plot_time_shift       how far embeddings move if frames get different times
 plot_canvas           the windows of a slice, their folds, and MiniCPM-V 4.7's positions of the tokens on the canvas
 """
 
@@ -131,22 +130,6 @@ def plot_frame_tokens(
     ax.minorticks_off()
     ax.grid(alpha=0.25)
     ax.legend(fontsize=8)
-    return ax
-
-
-def plot_time_shift(
-    seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
-) -> Axes:
-    """Plot how far embeddings move, relative to their norm, against the time difference,
-    one line per name.
-    """
-    ax = axes_or_new(ax, figsize=(7, 3.4))
-    for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
-        ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
-    ax.set(xscale="log", xlabel="time difference (s)", ylabel="change of the tokens (% of their norm)", title=title)
-    ax.set_ylim(bottom=0)
-    ax.grid(alpha=0.25)
-    ax.legend(fontsize=9)
     return ax
 
 

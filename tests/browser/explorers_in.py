@@ -120,3 +120,13 @@ def check_names(root) -> None:
     assert names and all(name and len(name) > 3 for name in names)
     assert root.get_attribute("role") == "group" and root.get_attribute("aria-label")
     assert root.locator("canvas[tabindex='0']").count() == root.locator("canvas[role=application]").count()
+
+
+def open_offline(chromium, file, width: int = 1400) -> tuple:
+    """A page in an offline browser, what it says, and what it asks for."""
+    page, heard, asked = chromium.new_context(offline=True, viewport={"width": width, "height": 900}).new_page(), [], []
+    page.on("console", lambda message: heard.append(message.text))
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("request", lambda ask: asked.append(ask.url))
+    page.goto(file.as_uri())
+    return page, heard, asked

@@ -1,6 +1,7 @@
 """An answer line by line, as a page in Chromium. Oracle: the journey that the page was made of."""
 
 import pytest
+from explorers_in import open_offline
 from project.test_journey import html, journey
 
 pytestmark = pytest.mark.browser
@@ -11,14 +12,9 @@ def opened(chromium, tmp_path_factory):
     """The page of one journey in an offline browser, and what was said and asked for."""
     file = tmp_path_factory.mktemp("journeys") / "page.html"
     file.write_text(html("qwen2_5_vl"), encoding="utf-8")
-    context = chromium.new_context(offline=True, viewport={"width": 1400, "height": 900})
-    page, heard, asked = context.new_page(), [], []
-    page.on("console", lambda message: heard.append(message.text))
-    page.on("pageerror", lambda error: heard.append(str(error)))
-    page.on("request", lambda ask: asked.append(ask.url))
-    page.goto(file.as_uri())
+    page, heard, asked = open_offline(chromium, file)
     yield page, heard, asked, file.as_uri()
-    context.close()
+    page.context.close()
 
 
 @pytest.mark.parametrize("width", [390, 800, 1400])

@@ -144,7 +144,8 @@ def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium):
         cell.update(outputs=[], execution_count=None)  # numbers then mean that it ran
     notebook.metadata.pop("widgets", None)
     nbformat.write(notebook, lab.root / f"{name}.ipynb")
-    shutil.copy(NOTEBOOKS / "exercises.py", lab.root)
+    for path in [*NOTEBOOKS.glob("*.py"), *NOTEBOOKS.glob("*.toml")]:
+        shutil.copy(path, lab.root)
     page = lab.open(chromium, f"{name}.ipynb")
     run_all(page)
     page.wait_for_function(

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from explorers_in import CONTRAST, OUT
+from explorers_in import CONTRAST, OUT, open_offline
 from PIL import Image
 from shipped import shipped
 
@@ -24,15 +24,10 @@ def opened(request, chromium, tmp_path_factory):
     file = tmp_path_factory.mktemp("live") / "live.html"
     file.write_text(live_page.page(request.param), encoding="utf-8")
     assert file.stat().st_size < LIMIT
-    context = chromium.new_context(offline=True, viewport={"width": 1400, "height": 900})
-    page, heard, asked = context.new_page(), [], []
-    page.on("console", lambda message: heard.append(message.text))
-    page.on("pageerror", lambda error: heard.append(str(error)))
-    page.on("request", lambda ask: asked.append(ask.url))
-    page.goto(file.as_uri())
+    page, heard, asked = open_offline(chromium, file)
     page.evaluate("refvl.ask('Where is the circle?')")
     yield request.param, page, heard, asked, file.as_uri()
-    context.close()
+    page.context.close()
 
 
 def scene_of(things: list[tuple[str, str, int]]) -> list[dict]:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, made, shown
+from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, made, open_offline, shown
 from PIL import Image
 
 from refvl.paths import DATA
@@ -22,15 +22,10 @@ def explorer(request, chromium, tmp_path_factory):
     name = request.param
     file = tmp_path_factory.mktemp("pages") / f"{name}.html"
     file.write_text(page_of(made(name)))
-    context = chromium.new_context(offline=True, viewport={"width": 1200, "height": 900})
-    page, heard, asked = context.new_page(), [], []
-    page.on("console", lambda message: heard.append(message.text))
-    page.on("pageerror", lambda error: heard.append(str(error)))
-    page.on("request", lambda ask: asked.append(ask.url))
-    page.goto(file.as_uri())
+    page, heard, asked = open_offline(chromium, file, width=1200)
     page.wait_for_selector(".refvl[data-index]", timeout=60_000)
     yield name, file, page, heard, asked
-    context.close()
+    page.context.close()
 
 
 def test_appears_and_every_control_changes_it(explorer):

@@ -21,10 +21,7 @@ from refvl.graphs import CaptureError, EncoderGraphManager
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.tools.gpu_checks import _draw_weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 CONFIG = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))  # the widths of the 7B tower
 if torch.cuda.is_available() and torch.cuda.get_device_name() == "simulated":  # a CPU computes: an eighth of them

@@ -16,14 +16,7 @@ from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as 
 
 from refvl.paths import DATA
 from refvl.pixels.images import load_image
-from refvl.pixels.slices import (
-    SliceConfig,
-    image_of_rows,
-    patchify_slices,
-    plan_slices,
-    slice_grid,
-    slice_image,
-)
+from refvl.pixels.slices import SliceConfig, image_of_rows, patchify_slices, plan_slices, slice_grid, slice_image
 
 pytestmark = pytest.mark.usefixtures("width_first")
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "minicpmv_slicing.json").read_text())

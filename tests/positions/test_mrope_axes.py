@@ -60,10 +60,7 @@ def test_runs_equal_transformers(model_type, rotary, section, share, pairs):
 
 @pytest.mark.parametrize(
     ("section", "error", "message"),
-    [
-        ([1, 2], ValueError, r"section: expected \(t, h, w\)"),
-        ([1, 2, 0.5], TypeError, "section: expected integers"),
-    ],
+    [([1, 2], ValueError, r"section: expected \(t, h, w\)"), ([1, 2, 0.5], TypeError, "section: expected integers")],
 )
 def test_other_sections_are_refused(section, error, message):
     with pytest.raises(error, match=message):

@@ -16,7 +16,7 @@ FOUND = {path: parameters for path in NOTEBOOKS if (parameters := Parameters.rea
 WANTED = {path: p for path, p in FOUND.items() if path.stem.startswith(os.environ.get("NB", ""))}
 HELD = [(path, values) for path, p in WANTED.items() for values in p.sets()]
 SEED, SETS = os.environ.get("SEED") or str(datetime.date.today()), int(os.environ.get("SETS") or 0)
-DRAWN = [(path, f"{SEED}/{i}") for path, p in WANTED.items() if p.ranges for i in range(SETS)]
+DRAWN = [(path, f"{SEED}/{i}") for path in WANTED for i in range(SETS)]
 BROKEN = [(path, values) for path, p in WANTED.items() for values in p.breaking()]
 
 

@@ -18,14 +18,12 @@ nbformat = pytest.importorskip("nbformat")
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 PROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+PATHS = heads.in_order(FOLDER.glob("[0-9]*.ipynb"))
 MAX_BYTES = 300_000
 MAX_STATE_BYTES = 320_000  # of three explorers; what a page may weigh is held by test_site
 VIEW = "application/vnd.jupyter.widget-view+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
 
-ONE_EXERCISE = {"04_graph_capture", "05_graph_budgets", "14_encode_once"}  # which builds something and repairs as well
-RUN_NO_MODEL = {"11_performance"}  # it reads measurements, so that its repair is of a benchmark
 CLAIM = re.compile(r"(?<!\*)\*Claims?:\s")
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 
@@ -96,14 +94,21 @@ def test_nothing_is_defined_but_exercises(path):
 
 
 @each_notebook
-def test_two_exercises_that_start_red(path):
-    """One of them is a repair, whose verdict says what a model answers; nothing is done in a notebook as committed."""
-    cells = [cell for cell in code_cells(path) if is_exercise(cell)]
-    assert len(cells) >= 2 - (path.stem in ONE_EXERCISE) and all("check_" in cell.source for cell in cells)
-    verdicts = [output.data["text/plain"] for cell in cells for output in cell.outputs]
-    assert len(verdicts) == len(cells)
-    assert [verdict for verdict in verdicts if verdict.startswith(exercises.MARKS["right"])] == []
-    assert path.stem in RUN_NO_MODEL or any('; asked "' in verdict for verdict in verdicts)
+def test_what_the_reader_writes_starts_as_a_stub(path):
+    """And shows its task, with hints to open; its cell calls the check."""
+    for cell in filter(is_exercise, code_cells(path)):
+        [output] = cell.outputs
+        assert output.data["text/plain"].startswith(exercises.MARKS["not yet"]), cell.source
+        assert "hint 3" in output.data["text/html"] and re.search(r"\bcheck(_\w+)?\(\w+\)$", cell.source)
+
+
+def test_the_route_asks_for_the_nine_functions_and_takes_five_hours_and_a_half():
+    chapters = [c for c in exercises.progress().chapters if c.name[:2] in heads.ROUTE]
+    names = [name.replace(" ", "_") for chapter in chapters for name in chapter.exercises]
+    assert sorted(names) == sorted(exercises.UNITS) and sum(chapter.minutes for chapter in chapters) <= 330
+    for path, chapter in zip(PATHS, exercises.progress().chapters, strict=True):
+        assert f"**Time.** {chapter.minutes} minutes" in read(path).cells[0].source
+        assert (path.stem[:2] in heads.ROUTE) is ("Who needs this" not in read(path).cells[0].source)
 
 
 @each_notebook

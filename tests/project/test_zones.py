@@ -77,8 +77,7 @@ def test_pipeline_and_stages_import_nothing_that_stands_beside_them():
 
 
 @pytest.mark.parametrize(
-    ("zone", "closed"),
-    [("serving", ("viz", "tools")), ("study", ("viz", "tools")), ("viz", ("tools",))],
+    ("zone", "closed"), [("serving", ("viz", "tools")), ("study", ("viz", "tools")), ("viz", ("tools",))]
 )
 def test_zones_beside_the_stages_import_in_one_direction(zone, closed):
     """Figures draw what study found, and the command line uses all of them."""

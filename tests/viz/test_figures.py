@@ -34,11 +34,7 @@ MASK = torch.arange(24) % 3 > 0
 TOKENS = [30, 200, 30, 600]
 BATCHES = [Batch((0, 2), 64), Batch((1,), 256), Batch((3,), None)]
 PATHS = [{"local": 30, "global": 20}, {"local": 0, "global": 20}, {"local": 90, "global": 20}]
-ON_PATHS = [
-    Batch((0,), 40, "local", 30),
-    Batch((2,), None, "local", 90),
-    Batch((0, 1, 2), 80, "global", 60),
-]
+ON_PATHS = [Batch((0,), 40, "local", 30), Batch((2,), None, "local", 90), Batch((0, 1, 2), 80, "global", 60)]
 SIZES = [40, 10, 25, 30, 5, 12]
 ASSIGNED = get_load_balance_assignment(SIZES, 3)
 TRUE, SAID = ["left", "left", "right", "left"], ["left", "right", "red", "left"]
@@ -55,10 +51,7 @@ MEASURED = json.loads((DATA / "measurements" / "cost_curves_cpu.json").read_text
 CURVES = [row for row in MEASURED["rows"] if row["x"] == "patches"]
 ABLATED = [
     {"model": "tiny-x", "n": 100, "chance": 0.25, "question": "place"} | result
-    for result in (
-        {"without": "", "right": 99, "needed": False},
-        {"without": "zeros", "right": 12, "needed": True},
-    )
+    for result in ({"without": "", "right": 99, "needed": False}, {"without": "zeros", "right": 12, "needed": True})
 ]
 
 
@@ -116,9 +109,6 @@ SINGLE = {  # how it is drawn, and what is shown
     }),
     "frame tokens": (lambda ax: viz.plot_frame_tokens([1, 10], {"one": [3, 4], "two": [6, 7]}, title="x", ax=ax), {
         lines: [[[1, 3], [10, 4]], [[1, 6], [10, 7]]], legend: ["one", "two"], "title": "x",
-    }),
-    "time shift": (lambda ax: viz.plot_time_shift([1, 10], {"one": [3, 4]}, title="x", ax=ax), {
-        lines: [[[1, 300], [10, 400]]], legend: ["one"], "title": "x",
     }),
     "patch values": (lambda ax: viz.plot_patch_values(torch.arange(8), (2, 4), ax=ax), {
         image: [[0, 1, 4, 5], [2, 3, 6, 7]],  # two merge blocks side by side, each read row by row

@@ -188,8 +188,7 @@ def test_clip_prompt_has_a_box_per_token_and_fades_what_is_pruned():
     keep = torch.arange(len(ids)) // 2 != 4
     trace = SimpleNamespace(full_ids=torch.tensor(ids), keep=keep, spans=spans)
     processor = SimpleNamespace(
-        config=SimpleNamespace(video_end_token_id=7),
-        tokenizer=SimpleNamespace(decode=lambda found: str(found[0] - 10)),
+        config=SimpleNamespace(video_end_token_id=7), tokenizer=SimpleNamespace(decode=lambda found: str(found[0] - 10))
     )
     ax = viz.plot_clip_prompt(trace, processor, title="q = 0.5")
     assert texts(ax) == ["[", "", "", "]", "0", "[", "", "", "]", "1", "0"]

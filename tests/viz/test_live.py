@@ -35,10 +35,7 @@ DRIVER = Path(__file__).with_name("live_driver.mjs")
 CHECKPOINTS = list(live_page.LIVE)
 CASES = [("tiny-qwen2_5_vl", "picture"), ("tiny-qwen2_5_vl", "clip"), ("tiny-qwen3_vl", "picture")]
 STAGES = "rows order cuts states tokens deeper embeds positions logits lastStates look"
-KINDS = {
-    "picture": ["place", "color", "shape", "count", "thing_at", "row"],
-    "clip": ["motion", "mover", "color"],
-}
+KINDS = {"picture": ["place", "color", "shape", "count", "thing_at", "row"], "clip": ["motion", "mover", "color"]}
 
 
 def run_node(folder: Path, modules: list[str], script: str, **given: np.ndarray) -> bytes:
