@@ -13,6 +13,7 @@ import ctypes
 import dis
 import functools
 import html
+import math
 import os
 import sys
 import threading
@@ -155,7 +156,8 @@ def compare(case: str, got: Any, want: Any, names: Sequence[str] = ()) -> None:
     if isinstance(want, Tensor | Close):
         _compare_tensors(case, got, want)
     elif isinstance(want, SCALARS):
-        if type(got) is not type(want) or (got != want and got == got):
+        close = isinstance(want, float) and isinstance(got, float) and math.isclose(got, want, rel_tol=1e-6)
+        if not close and (type(got) is not type(want) or got != want):
             raise Wrong(f"{case}: should be {want!r}, got {_say(got)}", want, got)
     elif isinstance(want, dict):
         for name, part in want.items():

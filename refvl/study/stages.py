@@ -24,7 +24,7 @@ from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.encoders.tower import to_device
 from refvl.graphs.buffers import fields_to_fill, metadata_tensors
 from refvl.graphs.manager import EncoderGraphManager
-from refvl.model import VLM
+from refvl.pipeline import Pipeline
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, fit_budget
 from refvl.positions.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
@@ -143,8 +143,8 @@ class StagedGraphs(EncoderGraphManager):
         return replay(captured.graph, captured.buffers, {"pixel_values": "zero", **rules}, work)
 
 
-class StagedVLM(VLM):
-    """A model that runs the stages of its `encoder`."""
+class StagedPath(Pipeline):
+    """The path of a model that runs the stages of its `encoder`."""
 
     def read(self, request: Any) -> Any:
         """Read as the library does; then `evs` drops tokens of a prompt's video, which must be its only medium."""
@@ -180,7 +180,8 @@ def with_stages(vlm: Any, functions: dict[str, Callable]) -> Any:
         raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")
     stages = Stages(**functions)
     model, processor, tower = copy(vlm), copy(vlm.processor), copy(vlm.encoder)
-    model.__class__, processor.__class__, tower.__class__ = StagedVLM, StagedProcessor, StagedTower
+    model.__class__ = type("StagedVLM", (StagedPath, type(vlm)), {})
+    processor.__class__, tower.__class__ = StagedProcessor, StagedTower
     for name in ("image_config", "video_config"):
         setattr(processor, name, StagedConfig(**asdict(getattr(processor, name)), stages=stages))
     tower.stages, model.encoder, model.processor, model.media_cache = stages, tower, processor, None
