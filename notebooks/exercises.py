@@ -10,7 +10,6 @@ import inspect
 import json
 import random
 import re
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,20 +239,6 @@ def check_cache_bytes(rng: random.Random) -> Iterator[Case]:
         sizes = {"num_hidden_layers": rng.randint(1, 64), "hidden_size": 3584, "head_dim": rng.choice((None, 64, 256))}
         config, dtype = SimpleNamespace(**heads, **sizes), rng.choice((torch.bfloat16, torch.float32))
         yield f"{config}, {dtype}", (config, dtype), kv_cache_bytes_per_token(config, dtype)
-
-
-@exercise()
-def check_times_as_fast(rng: random.Random) -> Iterator[Case]:
-    """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is.
-
-    - The first round is a warm-up: leave it out on both sides.
-    - A disturbance slows both programs in a round: divide within each round first.
-    - The median of theirs / ours over the remaining rounds.
-    """
-    for number in range(COUNT):
-        theirs, ours = ([rng.uniform(0.5, 9) for _ in range(number % 9 + 2)] for _ in range(2))
-        want = statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True))
-        yield f"{len(ours)} rounds, number {number}", (theirs, ours), want
 
 
 @exercise()

@@ -255,7 +255,7 @@ class Board:
         for row in self.rows:
             kind, right, *rest = row.cells
             color, width = COLORS[row.same == row.count], 100 * row.yours // row.count
-            bar = f"<hr style='border:3px solid {color};width:{width}px'>"
+            bar = f"<hr style='border:3px solid {color};width:{width}px;margin:2px 0'>"
             cells = "".join(f"<td>{cell}</td>" for cell in rest)
             table += f"<tr><td style='text-align:left'>{kind}</td><td>{right}{bar}</td>{cells}</tr>"
         shown = f"<p>{html.escape(self.whose)}</p>" + f"<table>{table}</table>" * bool(self.rows)
