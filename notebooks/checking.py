@@ -13,6 +13,7 @@ import ctypes
 import dis
 import functools
 import html
+import inspect
 import math
 import os
 import sys
@@ -79,7 +80,7 @@ class Picture:
         pixels = self.pixels.copy()
         pixels[27::28], pixels[:, 27::28] = 255, 255
         file = BytesIO()
-        Image.fromarray(pixels).resize((168, 168), Image.Resampling.NEAREST).save(file, "PNG")
+        Image.fromarray(pixels).resize((168, 168), Image.Resampling.NEAREST).quantize(16).save(file, "PNG")
         return f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{b64encode(file.getvalue()).decode()}">'
 
 
@@ -92,6 +93,7 @@ class Verdict:
     hints: tuple[str, ...] = ()
     want: Any = None
     got: Any = None
+    case: Sequence = ()  # the arguments, of which `want` is expected
     task: str = ""  # what the function has to do, shown until it is written
 
     def __repr__(self) -> str:
@@ -123,20 +125,22 @@ def judge(function: Callable, cases: Iterable[Case], names: Sequence[str] = (), 
     if is_stub(function):
         return Verdict("not yet", f"write the body of {function.__name__}", **shown)
     shown["task"], run, count = "", limited(function), 0
+    parameters = list(inspect.signature(function).parameters)
+    case, given = "", ()
     try:
         for case, arguments, want in cases:
             given = deepcopy(arguments)
             compare(case, run(*given), want, names)
-            compare(f"{case}: your function changed its arguments", given, deepcopy(arguments))
+            compare(f"{case}: your function changed its argument", given, arguments, parameters)
             count += 1
     except Wrong as error:
-        return Verdict("wrong", str(error), want=error.want, got=error.got, **shown)
+        return Verdict("wrong", str(error), want=error.want, got=error.got, case=given, **shown)
     except TooLong as error:
         late = f"{function.__name__} took longer than {LIMIT:.0f} seconds"
-        return Verdict("wrong", late + failing_line(function, error), **shown)
-    except Exception as error:  # any error in the reader's code: one line is enough
-        raised = f"{function.__name__} raised {type(error).__name__}: {error}".splitlines()[0]
-        return Verdict("wrong", raised + failing_line(function, error), **shown)
+        return Verdict("wrong", late + failing_line(function, error), case=given, **shown)
+    except (Exception, SystemExit) as error:  # any error in the reader's code: one line is enough
+        raised = f"{case}: {function.__name__} raised {type(error).__name__}: {error}".splitlines()[0]
+        return Verdict("wrong", raised + failing_line(function, error), case=given, **shown)
     return Verdict("right", f"in {count} cases", **shown)
 
 
@@ -167,7 +171,7 @@ def compare(case: str, got: Any, want: Any, names: Sequence[str] = ()) -> None:
         if type(got) is not type(want) or (len(got) != len(want) and not all(isinstance(e, int) for e in want)):
             raise Wrong(f"{case}: should be {wanted}, got {_say(got)}")
         for i, (part, wanted_part) in enumerate(zip(got, want, strict=False)):
-            name = names[i] if names else f"element [{i}]"
+            name = names[i] if i < len(names) else f"element [{i}]"
             try:
                 compare(f"{case}: {name}", part, wanted_part)
             except Wrong as error:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,12 @@ from torch import Tensor
 import refvl
 from data.training import scenes
 from refvl.pixels.slices import SliceConfig, slice_grid
-from refvl.positions import interpolate_position_table, mrope_axis_of_pairs
-from refvl.serving.adapters import GRIDS
+from refvl.positions import interpolate_position_table
 from refvl.serving.parallel import get_load_balance_assignment
-from refvl.study.costs import kv_cache_bytes_per_token
 
 __all__ = ["DEVICE"]  # of the notebooks' models
 UNITS = {"target_size": 10, "patch_rows": 15, "window_index": 15, "rotate": 15, "attend": 10, "fold": 5, "mrope": 20,
          "evs": 20, "replay": 20}  # minutes to write each of the nine functions  # fmt: skip
-EXERCISE = 10  # minutes
 COUNT = 200  # random cases
 
 
@@ -81,7 +77,7 @@ class Chapter:
         title = texts["markdown"][0].splitlines()[0].lstrip("# ")
         stubs = ["".join(c["source"]) for c in cells if "exercise" in c["metadata"].get("tags", ())]
         code = [source for source in texts["code"] if source not in stubs]  # a stub is part of its exercise
-        writing = sum(UNITS.get(name, EXERCISE) for name in done)
+        writing = sum(UNITS.get(name, 10) for name in done)
         shown = {name.removeprefix("check_").replace("_", " "): is_done for name, is_done in done.items()}
         return cls(path.stem, title, minutes_of(texts["markdown"], code, writing), shown)
 
@@ -186,12 +182,9 @@ def check_slice_grid(rng: random.Random) -> Iterator[Case]:
     - Try that number, one less and one more (2 to 9), and all ways to write each as columns * rows.
     - In the best grid, columns / rows is nearest to width / height, compared as logarithms.
     """
-    for width, height in ((448, 448), (449, 448), (300, 600), (1920, 1080), (200, 3000), *_sizes(rng)):
+    sizes = [(int(2 ** rng.uniform(5, 12)), int(2 ** rng.uniform(5, 12))) for _ in range(COUNT)]
+    for width, height in ((448, 448), (449, 448), (300, 600), (1920, 1080), (200, 3000), *sizes):
         yield f"{width} x {height} px", (width, height), slice_grid(width, height, SliceConfig())
-
-
-def _sizes(rng: random.Random) -> list[tuple[int, int]]:
-    return [(int(2 ** rng.uniform(5, 12)), int(2 ** rng.uniform(5, 12))) for _ in range(COUNT)]
 
 
 @exercise()
@@ -224,47 +217,6 @@ def check_load_balance(rng: random.Random) -> Iterator[Case]:
         sizes = [rng.randint(1, rng.choice((3, 100))) for _ in range(number % 12)]
         ranks = rng.randint(1, 5)
         yield f"sizes={sizes}, num_gpus={ranks}", (sizes, ranks), get_load_balance_assignment(sizes, ranks)
-
-
-@exercise()
-def check_cache_bytes(rng: random.Random) -> Iterator[Case]:
-    """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None.
-
-    - There is a key and a value per layer and per key-value head.
-    - If head_dim is missing or None, it is hidden_size // num_attention_heads.
-    - 2 * layers * key-value heads * head_dim * torch.finfo(dtype).bits // 8.
-    """
-    for _ in range(COUNT):
-        heads = {"num_attention_heads": rng.choice((16, 28)), "num_key_value_heads": rng.choice((1, 2, 4))}
-        sizes = {"num_hidden_layers": rng.randint(1, 64), "hidden_size": 3584, "head_dim": rng.choice((None, 64, 256))}
-        config, dtype = SimpleNamespace(**heads, **sizes), rng.choice((torch.bfloat16, torch.float32))
-        yield f"{config}, {dtype}", (config, dtype), kv_cache_bytes_per_token(config, dtype)
-
-
-@exercise()
-def check_mrope_axes(rng: random.Random) -> Iterator[Case]:
-    """`function(section) -> (pairs,)`: the axis that rotates each pair in the interleaved layout: 0 t, 1 h, 2 w.
-
-    - Pairs 0, 1, 2, 3, ... belong to t, h, w, t, ... as long as an axis has pairs left.
-    - Pair p belongs to axis p % 3 if p < 3 * section[p % 3], for h and w.
-    - All other pairs belong to t: start with zeros.
-    """
-    for section in ([24, 20, 20], [2, 1, 1], *([most := rng.randint(1, 30), rng.randint(0, most), rng.randint(0, most)]
-                                               for _ in range(COUNT))):  # fmt: skip
-        yield f"section={section}", (section,), mrope_axis_of_pairs(section, interleaved=True)
-
-
-@exercise()
-def check_adapter_name(rng: random.Random) -> Iterator[Case]:
-    """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52.
-
-    - `model.layers` and `model.visual` both begin with `model.`: look at the part after it.
-    - Three cases: `visual.` gets the prefix `model.`; `model.` becomes `model.language_model.`; the rest stays.
-    - Check for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it only once.
-    """
-    starts = "", "model.", "visual.", "model.visual.", "model.language_model."
-    for old in [start + layer for start in starts for layer in ("lm_head", "layers.0.model.o", "blocks.3.visual.qkv")]:
-        yield repr(old), (old,), GRIDS.rename(old)
 
 
 def _session(function: Callable) -> Callable:

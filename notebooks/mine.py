@@ -62,7 +62,8 @@ def rotate(x, row, column, theta=10000.0):
     """Turn each patch's query or key by its place. x: (N, H, K); row, column: (N,) -> (N, H, K), of x's dtype.
 
     Number i of a head and number i + K/2 are the two coordinates of a point, and there are K/2 points. The first K/4
-    are turned by row * speed, the others by column * speed; point i of such a quarter has speed theta ** (-i / (K/4)).
+    are turned by row * speed, the others by column * speed. In both, point i, counted from 0, has speed
+    theta ** (-i / (K/4)).
     The turn is (a, b) -> (a cos - b sin, a sin + b cos). x may be bfloat16: only the result is rounded to it.
 
     K=4 has two points, both at speed 1. With row=0 and column=pi/2, (1, 2, 3, 4) becomes (1, -4, 3, 2).
@@ -98,7 +99,7 @@ def mrope(length, spans):
     """Give each token of a prompt three positions. -> (positions (3, length): time, row, column; delta, an int)
 
     spans: [(offset, t, h, w, factor), ...], sorted: t * h * w tokens from prompt index `offset` on are an image or a
-    video; all others are text. Text has one position on all three axes, one larger than that of the token before. An
+    video; all others are text. Text starts at 0 and advances by one, the same on all three axes. An
     item begins where text would continue: its token at step i, row j, column k is int(i * factor), j, k further (the
     product in double precision). What follows continues one after the item's largest position on any axis.
     delta: the largest position of all + 1 - length. New token number k will be at position length + k + delta.
@@ -111,14 +112,14 @@ def mrope(length, spans):
 
 
 def evs(embeds, steps, rate, positions, offset):
-    """Drop the tokens of a video that do not change. -> (keep (L,) bool, the kept positions, delta)
+    """Drop the tokens of a video that change least. -> (keep (L,) bool, the kept positions, delta)
 
     embeds: (M, D), the video's tokens, M / steps of them per time step; they start at prompt index `offset`.
     positions: (3, L) of the whole prompt. A token's score is 1 - its cosine similarity with the token in the same place
-    one step earlier (0 if one of them is all zeros), in float32 whatever the dtype of embeds; the first step is kept
-    whole. max(M / steps, int(M * (1 - rate))) tokens are kept: those with the largest scores; of equal scores, the
-    earlier token.
-    Text is always kept. What is kept stays where it was; delta is as in mrope, for the shorter prompt.
+    one step earlier, in float32 whatever the dtype of embeds; if one of the two is all zeros, the similarity is 0. The
+    first step is kept whole. max(M / steps, int(M * (1 - rate))) tokens are kept: those with the largest scores; of
+    equal scores, the earlier token. Text is always kept. What is kept keeps its position. delta: the largest kept
+    position + 1 - the number of tokens that are kept, text included.
 
     Two steps of two tokens, rate 0.25: 3 are kept, so of the second step, the one that changed more.
     """

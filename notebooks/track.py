@@ -9,6 +9,7 @@ mine.py has the nine tasks and keeps what is right: `check` writes it there, so 
 function that is not written yet is the library's. tasks.toml has the hints and the planted mistakes.
 """
 
+import ast
 import contextlib
 import html
 import inspect
@@ -55,26 +56,32 @@ KINDS = {  # the questions that need a function, by data/measurements/ablations.
     "replay": ("place", "place, 168 px", "window"),
 }
 CHANCE = {"color": 1 / 6, "shape": 1 / 5, "place": 1 / 9, "motion": 1 / 4, "neighbour": 1 / 4, "window": 1 / 4}
+PLACEHOLDERS = "placeholders of 200 sizes"  # a row of the scoreboard of `target_size`
 RATE = 0.5  # of EVS, in the questions of `evs`
-FIRST = 5000  # the first scene that is asked about; the model was trained on another split
 OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
 COLORS = "#b2182b", "#1b7837"  # wrong, right
-FOLDED = "No prediction yet: guess first, then open."
 
 
 # ------------------------------------------------------------------------------------------------------- the functions
 
 
 def written() -> dict[str, Callable]:
-    """Return the functions of mine.py that are not stubs any more."""
+    """Return the functions of mine.py that are not stubs any more; if the file has changed, it is read again."""
+    text = Path(mine.__file__).read_text(encoding="utf-8")
+    if text != vars(mine).setdefault("TEXT", text):
+        linecache.checkcache(mine.__file__)
+        exec(compile(text + "\n", mine.__file__, "exec"), vars(mine))
+        vars(mine)["TEXT"] = text
     return {name: getattr(mine, name) for name in NAMES if not is_stub(getattr(mine, name))}
 
 
 @cache
 def planted(name: str, mistake: str) -> Callable:
     """Return the right version of a function with one mistake in it."""
+    if mistake not in TASKS[name]["mistakes"]:
+        raise ValueError(f"mistake: expected one of {list(TASKS[name]['mistakes'])}, got {mistake!r}")
     source = inspect.getsource(getattr(solutions, name))
     for old, new in TASKS[name]["mistakes"][mistake]["edits"]:
         if old not in source:
@@ -87,16 +94,21 @@ def planted(name: str, mistake: str) -> Callable:
 
 def check(function: Callable, count: int = 200) -> Verdict:
     """Compare a function with what is expected; keep it in mine.py if it is right, and name a known mistake."""
-    name = function.__name__
-    if name not in NAMES:
+    name = getattr(function, "__name__", function)
+    if not callable(function) or name not in NAMES:
         raise ValueError(f"check: expected a function named {', '.join(NAMES)}, got {name!r}")
+    done = written()
+    own = function.__module__ == "mine"
+    function = getattr(mine, name) if own else function
     shown = {"hints": tuple(TASKS[name]["hints"]), "task": inspect.getdoc(getattr(mine, name))}
     verdict = _judged(name, function, count, **shown)
-    if verdict.status == "wrong" and (known := _known(name, function)):
+    if verdict.status == "wrong" and "took longer" not in verdict.line and (known := _known(name, function)):
         verdict = replace(verdict, line=f"{verdict.line}. On every case, it does what this mistake does: {known}")
-    if verdict.status == "right" and function is not getattr(mine, name):
+    if verdict.status == "right" and not own:
         verdict = replace(verdict, line=f"{verdict.line}; {_keep(name, function)}")
-    return record(name, verdict)
+    if own or (name not in done and name in written()):  # what counts is in mine.py
+        record(name, verdict)
+    return verdict
 
 
 def _judged(name: str, function: Callable, count: int, **shown: Any) -> Verdict:
@@ -128,18 +140,22 @@ def _keep(name: str, function: Callable) -> str:
     """Write a right function into mine.py, where it has to work with the names of that file; say what became of it."""
     path = Path(mine.__file__)
     try:
-        stub, body = inspect.getsource(getattr(mine, name)), textwrap.dedent(inspect.getsource(function))
-        text = path.read_text(encoding="utf-8")
-        end = stub.rfind('"""') + 4 if '"""' in stub else stub.index(":\n") + 2  # the task stays above it
-        new = text.replace(stub, stub[:end] + body.split(":\n", 1)[1].rstrip() + "\n")
+        stub, source = inspect.getsource(getattr(mine, name)), textwrap.dedent(inspect.getsource(function))
+        if ":\n" not in source or "\t" in source:
+            source = ast.unparse(ast.parse(source))
+        head, _, body = source.partition(":\n")
+        task = stub[stub.index(":\n") : stub.index('"""', stub.index('"""') + 3) + 4]  # it stays above the code
+        new = path.read_text(encoding="utf-8").replace(stub, f"{head}{task}{body.rstrip()}\n")
         exec(compile(new, path, "exec"), space := {"__name__": "mine"})
         if _judged(name, space[name], 20).status != "right":
-            return "mine.py does not keep it, because it uses names from outside: put them into the function"
+            code, known = function.__code__, function.__globals__.keys() - space.keys()
+            used = ", ".join(n for n in (*code.co_names, *code.co_freevars) if n in known | {*code.co_freevars})
+            return (
+                f"mine.py does not keep it, because it uses {used or 'names'} from outside: put them into the function"
+            )
         write_whole(path, new.encode())
-        linecache.checkcache(str(path))
-        vars(mine).update(space)
-    except (OSError, ValueError, IndexError, SyntaxError):
-        return "it could not be written into mine.py"
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"it could not be written into mine.py: {error}"
     return "mine.py keeps it"
 
 
@@ -199,8 +215,8 @@ CHANGES = {  # of questions that the model was not trained for, in which other m
 
 
 @cache
-def questions(kind: str, count: int, first: int = FIRST) -> list:
-    """Return held-out questions of a kind, after the change that it names."""
+def questions(kind: str, count: int, first: int = 5000) -> list:
+    """Return questions about scenes that the model was not trained on, after the change that the kind names."""
     base, _, how = kind.partition(", ")
     found = requests_for(base if how in CHANGES else kind, count, split="test", first=first)
     return [replace(r, arguments=CHANGES[how](r.arguments)) for r in found] if how in CHANGES else found
@@ -265,7 +281,11 @@ class Board:
             told = f"<b style='color:{COLORS[said == truth]}'>{html.escape(said)}</b>"
             shown += f"<p>Your scene: <i>{question}</i> {told}{f' (true: {truth})' * (said != truth)}</p>"
         shown += f"<p>{html.escape(self.note)}</p>"
-        return f"<details><summary>{FOLDED}</summary>{shown}</details>" if self.folded else shown
+        return (
+            f"<details><summary>No prediction yet: guess first, then open.</summary>{shown}</details>"
+            if self.folded
+            else shown
+        )
 
 
 def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = None, count: int = 24) -> Board:
@@ -280,13 +300,17 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
         raise ValueError(f"run: expected functions named {', '.join(NAMES)}, got {unknown[0]!r}")
     given = {f.__name__: f for f in functions if not isinstance(f, str) and not is_stub(f)}
     yours = {names[0]: planted(names[0], mistake)} if mistake else written() | given
+    kinds = {PLACEHOLDERS, *(kind for name in names for kind in KINDS[name])}
+    if odd := [kind for kind in predicted or () if kind not in kinds]:
+        raise ValueError(f"predicted: expected kinds of questions, {sorted(kinds)}, got {odd[0]!r}")
     if guesses := {kind: guess for kind, guess in (predicted or {}).items() if guess is not None}:
         _remember(f"{', '.join(names)} {mistake}".strip(), guesses)
     whose = f"{names[0]}, {mistake}" if mistake else f"yours: {', '.join(yours) or 'none yet, so this is the library'}"
     board = Board(whose, folded=predicted is not None and len(guesses) < len(predicted))
     _ask(board, names, yours, count, guesses)
-    known = mistake or (_known(names[0], yours[names[0]]) if len(given) == 1 else "")
-    if known and not board.note and all(row.same == row.count for row in board.rows):
+    silent = not board.note and all(row.same == row.count for row in board.rows)
+    known = mistake or (_known(names[0], yours[names[0]]) if silent and len(given) == 1 else "")
+    if silent and known:
         board.note = f"No answer changes. {TASKS[names[0]]['mistakes'][known].get('why', '')}".strip()
     return board
 
@@ -297,13 +321,14 @@ def _ask(board: Board, names: Sequence[str], yours: dict[str, Callable], count: 
     rate = RATE if "evs" in names else 0.0
     mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
     try:
-        model = _model("replay" in names).with_stages(**{name: limited(f, 12) for name, f in yours.items()})
+        model = _model("replay" in names).with_stages(**{name: limited(f, 6) for name, f in yours.items()})
         said = answers(model, mixed, rate)  # in one batch: sizes and kinds alternate
         if "target_size" in yours:
-            board.rows.append(_placeholders(yours["target_size"]))
+            board.rows.append(_placeholders(yours["target_size"])._replace(guess=guesses.get(PLACEHOLDERS)))
         board.own = [told for kind in kinds if kind in OWN for told in _told(model, kind)]
     except (Exception, TooLong) as error:
-        board.note = f"The model did not get to an answer: {type(error).__name__}: {error}".splitlines()[0]
+        what = "it took too long" if isinstance(error, TooLong) else f"{type(error).__name__}: {error}"
+        board.note = f"The model did not get to an answer: {what}".splitlines()[0]
         said = [("", [-1])] * len(mixed)
     board.rows += [_row(kind, said[i :: len(kinds)], rate, guesses.get(kind)) for i, kind in enumerate(kinds)]
 
@@ -321,7 +346,7 @@ def _placeholders(function: Callable) -> Row:
     """Count the sizes for which a prompt gets the placeholders that a server expects."""
     sizes = [(_outcome(function)(*arguments), want) for _, arguments, want in cases("target_size")][-200:]
     same = sum(isinstance(got, tuple) and prod(got) == prod(want) for got, want in sizes)
-    return Row("placeholders of 200 sizes", 200, same, 200, "", same)
+    return Row(PLACEHOLDERS, 200, same, 200, "", same)
 
 
 def predict(question: str, guess: Any, answer: Any) -> Board:

@@ -36,7 +36,7 @@ def copy_course(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".refvl-", dir=folder) as partial:
         for name in ("notebooks", "data"):
-            ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", ".progress", "mine.html")
             try:
                 shutil.copytree(ROOT / name, Path(partial, name), ignore=ignored)
             except shutil.Error as error:  # its text lists every file
