@@ -208,7 +208,7 @@ def test_changed_arguments_and_errors_are_one_line():
     def my_function(x):
         raise IndexError("no window\nhere")
 
-    assert "changed its arguments" in judged(lambda x: torch.tensor([[1, 2]]) + 0 * int(x.add_(1).sum())).line
+    assert "changed its argument: x: " in judged(lambda x: torch.tensor([[1, 2]]) + 0 * int(x.add_(1).sum())).line
     assert "my_function raised IndexError: no window; in the line: raise IndexError(" in judged(my_function).line
     assert "<here>" not in Verdict("wrong", "<here>")._repr_html_()
 
