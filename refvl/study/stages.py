@@ -102,28 +102,24 @@ class StagedTower(Qwen2_5_VisionTransformer):
             return plan
         side, tokens = self.config.window_side, [(t, h // m, w // m) for t, h, w in grids]
         index, inverse, lengths = self.stages.window_index(tokens, side)
-        windows = plan_segments([n * m * m for n in lengths])
-        changes = {
-            "positions": plan.positions.unflatten(0, (-1, m * m))[plan.reverse_index][index].flatten(0, 1),
-            "window_index": index, "reverse_index": inverse, "window_groups": windows["groups"],
-            "cu_window_seqlens": windows["cu_seqlens"], "max_window_seqlen": windows["max_seqlen"],
-        }  # fmt: skip
-        return to_device(replace(plan, **changes), self.device)
+        windows = Segments(**plan_segments([n * m * m for n in lengths]))
+        places = plan.positions.unflatten(0, (-1, m * m))[plan.reverse_index][index].flatten(0, 1)
+        plan = replace(plan, positions=places, window_index=index, reverse_index=inverse, window_groups=windows.groups,
+                       cu_window_seqlens=windows.cu_seqlens, max_window_seqlen=windows.max_seqlen)  # fmt: skip
+        return to_device(plan, self.device)
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode as the library does. A recording cannot read lengths, so its attention is the library's."""
         stages, m, blocks = self.stages, self.config.spatial_merge_size, list[Any](self.blocks)
         patches, plan, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
+        my = None if attention else stages.attend
         windows = Segments(plan.cu_window_seqlens, plan.window_groups, plan.max_window_seqlen)
         x = self.patch_embed(patches).unflatten(0, (-1, m * m))[plan.window_index].flatten(0, 1)
         for i, block in enumerate(blocks):
             segments = plan if i in self.config.fullatt_block_indexes else windows
             q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, block.attn.num_heads, -1)).unbind(1)
             q, k = stages.rotate(q, *plan.positions.T), stages.rotate(k, *plan.positions.T)
-            if attention or stages.attend is None:
-                y = segments.attend(q, k, v, backend)
-            else:
-                y = stages.attend(q, k, v, segments.cu_seqlens.diff().tolist()).flatten(1)
+            y = my(q, k, v, segments.cu_seqlens.diff().tolist()).flatten(1) if my else segments.attend(q, k, v, backend)
             x = x + block.attn.proj(y)
             x = x + block.mlp(block.norm2(x))
         return stages.fold(self.merger.ln_q(x), m, self.merger.mlp, plan.reverse_index)
@@ -163,11 +159,10 @@ class StagedPath(Pipeline):
 
     def position(self, trace: Any) -> None:
         """Set the positions; only VidCom2 has dropped tokens before, none of them at the end of the prompt."""
-        mrope = self.encoder.stages.mrope
-        if mrope is None:
+        if self.encoder.stages.mrope is None:
             return super().position(trace)
         spans = [(span.offset, span.t, span.h, span.w, span.t_factor) for span in trace.spans]
-        trace.full_positions, delta = mrope(len(trace.full_ids), spans)
+        trace.full_positions, delta = self.encoder.stages.mrope(len(trace.full_ids), spans)
         trace.positions, trace.delta = trace.full_positions[:, trace.keep], delta + int((~trace.keep).sum())
 
 
