@@ -5,7 +5,7 @@
     right     the number of cases
 
 `compare` accepts neither another dtype, type, shape or device nor a changed argument. What is done is recorded in a
-folder next to the notebooks, and removed from it if a later attempt is wrong.
+folder next to the notebooks; an exercise is removed from it if a later attempt is wrong.
 """
 
 import contextlib
@@ -125,9 +125,9 @@ def judge(function: Callable, cases: Iterable[Case], names: Sequence[str] = (), 
     if is_stub(function):
         return Verdict("not yet", f"write the body of {function.__name__}", **shown)
     shown["task"], run, count = "", limited(function), 0
-    parameters = list(inspect.signature(function).parameters)
     case, given = "", ()
     try:
+        parameters = list(inspect.signature(function, follow_wrapped=False).parameters)
         for case, arguments, want in cases:
             given = deepcopy(arguments)
             compare(case, run(*given), want, names)

@@ -9,16 +9,7 @@ import shutil
 import nbformat
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import (
-    NOTEBOOKS,
-    OUT,
-    all_notebooks,
-    check_controls,
-    check_keys_and_pointer,
-    check_names,
-    made,
-    shown,
-)
+from explorers_in import NOTEBOOKS, OUT, all_notebooks, check_controls, check_keys_and_pointer, check_names, made, shown
 from nbformat.v4 import new_code_cell, new_notebook
 
 from refvl.viz.explorers.gallery import GALLERY

@@ -234,12 +234,7 @@ def folded_case(mode: str) -> Case:
         build=lambda: randomize(MiniCPMV4_6Encoder(MiniCPMV4_6VisionConfig.tiny(downsample_mode=mode)), 0.15),
         values=588,
         small=[((m, 2 * m),), ((3 * m, m),)],
-        mixed=[
-            ((m, 2 * m), (2 * m, 2 * m), (3 * m, m)),
-            ((m, m),) * 4,
-            ((2 * m, 4 * m),),
-            ((5 * m, 8 * m),),
-        ],
+        mixed=[((m, 2 * m), (2 * m, 2 * m), (3 * m, m)), ((m, m),) * 4, ((2 * m, 4 * m),), ((5 * m, 8 * m),)],
         items=st.lists(st.tuples(side, side), min_size=1, max_size=4).map(tuple),
         oracle=transformers_slices,
         manager=small_graphs,

@@ -59,9 +59,7 @@ def test_result_is_the_product_within_rounding(shape, bias, calls):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [(torch.float32, 1), (torch.float32, 0), (torch.float64, 9), (torch.bfloat16, 9)],
-    ids=str,
+    ("dtype", "rows"), [(torch.float32, 1), (torch.float32, 0), (torch.float64, 9), (torch.bfloat16, 9)], ids=str
 )
 @torch.no_grad()
 def test_what_onednn_is_not_for_goes_to_torch(dtype, rows, calls):

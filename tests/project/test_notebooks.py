@@ -10,6 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import checking
 import exercises
 import heads
 import pytest
@@ -24,6 +25,7 @@ MAX_STATE_BYTES = 320_000  # of three explorers; what a page may weigh is held b
 VIEW = "application/vnd.jupyter.widget-view+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
 
+SOLUTION = re.compile(r"```python\n((?:(?!```).)*?)exercises\.(check_\w+)\(", re.S)
 CLAIM = re.compile(r"(?<!\*)\*Claims?:\s")
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 
@@ -100,6 +102,19 @@ def test_what_the_reader_writes_starts_as_a_stub(path):
         [output] = cell.outputs
         assert output.data["text/plain"].startswith(exercises.MARKS["not yet"]), cell.source
         assert "hint 3" in output.data["text/html"] and re.search(r"\bcheck(_\w+)?\(\w+\)$", cell.source)
+
+
+PRINTED = [found for path in PATHS for cell in read(path).cells for found in SOLUTION.findall(cell.source)]
+
+
+@pytest.mark.parametrize(("source", "call"), PRINTED, ids=[call for _, call in PRINTED])
+def test_a_printed_solution_passes_its_check_and_another_result_does_not(source, call, tmp_path, monkeypatch):
+    """It stands alone: it imports what it uses."""
+    monkeypatch.setattr(checking, "DONE", tmp_path)
+    exec(source, names := {})
+    verdict = getattr(exercises, call)(list(names.values())[-1])
+    assert verdict.status == "right" and re.fullmatch(r"in \d+ cases", verdict.line), verdict
+    assert getattr(exercises, call)(lambda *arguments: 0).status == "wrong"
 
 
 def test_the_route_asks_for_the_nine_functions_and_takes_five_hours_and_a_half():
