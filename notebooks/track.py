@@ -61,6 +61,7 @@ RATE = 0.5  # of EVS, in the questions of `evs`
 OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
+KEPT = "mine.py keeps it"
 COLORS = "#b2182b", "#1b7837"  # wrong, right
 
 
@@ -97,8 +98,8 @@ def check(function: Callable, count: int = 200) -> Verdict:
     name = getattr(function, "__name__", function)
     if not callable(function) or name not in NAMES:
         raise ValueError(f"check: expected a function named {', '.join(NAMES)}, got {name!r}")
-    done = written()
     own = function.__module__ == "mine"
+    written()  # reads mine.py again if it has changed
     function = getattr(mine, name) if own else function
     shown = {"hints": tuple(TASKS[name]["hints"]), "task": inspect.getdoc(getattr(mine, name))}
     verdict = _judged(name, function, count, **shown)
@@ -106,7 +107,7 @@ def check(function: Callable, count: int = 200) -> Verdict:
         verdict = replace(verdict, line=f"{verdict.line}. On every case, it does what this mistake does: {known}")
     if verdict.status == "right" and not own:
         verdict = replace(verdict, line=f"{verdict.line}; {_keep(name, function)}")
-    if own or (name not in done and name in written()):  # what counts is in mine.py
+    if own or verdict.line.endswith(KEPT):  # with its date, for the page of `finish`
         record(name, verdict)
     return verdict
 
@@ -118,9 +119,12 @@ def _judged(name: str, function: Callable, count: int, **shown: Any) -> Verdict:
 
 def _known(name: str, function: Callable) -> str:
     """Return the planted mistake with whose results, or errors, the function agrees on 50 cases, if there is one."""
-    for mistake in TASKS[name]["mistakes"] if name != "replay" else ():
+    if name == "replay":  # whose cases are states of a recording
+        return ""
+    drawn = [(label, arguments) for label, arguments, _ in cases(name, 50)]
+    for mistake in TASKS[name]["mistakes"]:
         other = _outcome(planted(name, mistake))
-        pairs = ((label, arguments, other(*arguments)) for label, arguments, _ in cases(name, 50))
+        pairs = ((label, arguments, other(*arguments)) for label, arguments in drawn)
         if judge(_outcome(function), pairs, PARTS.get(name, ())).status == "right":
             return mistake
     return ""
@@ -150,13 +154,11 @@ def _keep(name: str, function: Callable) -> str:
         if _judged(name, space[name], 20).status != "right":
             code, known = function.__code__, function.__globals__.keys() - space.keys()
             used = ", ".join(n for n in (*code.co_names, *code.co_freevars) if n in known | {*code.co_freevars})
-            return (
-                f"mine.py does not keep it, because it uses {used or 'names'} from outside: put them into the function"
-            )
+            return f"mine.py does not keep it: it uses {used or 'names'} from outside; put them into the function"
         write_whole(path, new.encode())
     except (OSError, ValueError, SyntaxError) as error:
         return f"it could not be written into mine.py: {error}"
-    return "mine.py keeps it"
+    return KEPT
 
 
 # ----------------------------------------------------------------------------------------------------------- the model
@@ -175,9 +177,8 @@ def answers(model: refvl.VLM, asked: Sequence[dict], rate: float = 0.0) -> list[
     read = [model.read(Request(**a, pruning_rate=rate if "videos" in a else 0.0)) for a in asked]
     if model.graphs:
         patches = [p for run in read for p in run.patches]
-        embeds = iter(
-            model.graphs.execute(send_rows([p.rows for p in patches], model.encoder), [p.layout for p in patches])
-        )
+        rows = send_rows([p.rows for p in patches], model.encoder)
+        embeds = iter(model.graphs.execute(rows, [p.layout for p in patches]))
         for run in read:
             run.embeds = [next(embeds) for _ in run.patches]
             model.merge(run, run.full_ids, [p.media_tokens for p in run.patches])
@@ -281,11 +282,8 @@ class Board:
             told = f"<b style='color:{COLORS[said == truth]}'>{html.escape(said)}</b>"
             shown += f"<p>Your scene: <i>{question}</i> {told}{f' (true: {truth})' * (said != truth)}</p>"
         shown += f"<p>{html.escape(self.note)}</p>"
-        return (
-            f"<details><summary>No prediction yet: guess first, then open.</summary>{shown}</details>"
-            if self.folded
-            else shown
-        )
+        summary = "<summary>No prediction yet: guess first, then open.</summary>"
+        return f"<details>{summary}{shown}</details>" if self.folded else shown
 
 
 def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = None, count: int = 24) -> Board:
@@ -300,14 +298,14 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
         raise ValueError(f"run: expected functions named {', '.join(NAMES)}, got {unknown[0]!r}")
     given = {f.__name__: f for f in functions if not isinstance(f, str) and not is_stub(f)}
     yours = {names[0]: planted(names[0], mistake)} if mistake else written() | given
-    kinds = {PLACEHOLDERS, *(kind for name in names for kind in KINDS[name])}
-    if odd := [kind for kind in predicted or () if kind not in kinds]:
-        raise ValueError(f"predicted: expected kinds of questions, {sorted(kinds)}, got {odd[0]!r}")
+    kinds = list(dict.fromkeys(kind for name in names for kind in KINDS[name])) or ["color", "place"]
+    if odd := [kind for kind in predicted or () if kind not in [*kinds, PLACEHOLDERS]]:
+        raise ValueError(f"predicted: expected kinds of questions, {[*kinds, PLACEHOLDERS]}, got {odd[0]!r}")
     if guesses := {kind: guess for kind, guess in (predicted or {}).items() if guess is not None}:
         _remember(f"{', '.join(names)} {mistake}".strip(), guesses)
     whose = f"{names[0]}, {mistake}" if mistake else f"yours: {', '.join(yours) or 'none yet, so this is the library'}"
     board = Board(whose, folded=predicted is not None and len(guesses) < len(predicted))
-    _ask(board, names, yours, count, guesses)
+    _ask(board, kinds, names, yours, count, guesses)
     silent = not board.note and all(row.same == row.count for row in board.rows)
     known = mistake or (_known(names[0], yours[names[0]]) if silent and len(given) == 1 else "")
     if silent and known:
@@ -315,9 +313,8 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
     return board
 
 
-def _ask(board: Board, names: Sequence[str], yours: dict[str, Callable], count: int, guesses: dict) -> None:
+def _ask(board: Board, kinds: list[str], names: Sequence[str], yours: dict, count: int, guesses: dict) -> None:
     """Fill the rows of a board; an error of the reader's code becomes its note."""
-    kinds = dict.fromkeys(kind for name in names for kind in KINDS[name]) or dict.fromkeys(("color", "place"))
     rate = RATE if "evs" in names else 0.0
     mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
     try:
