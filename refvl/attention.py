@@ -96,9 +96,7 @@ class Segments:
         Rows after the last segment are undefined.
         """
         cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
-        groups = self.groups
-        if groups is None and backend == "sdpa":
-            groups = group_segments(cu_seqlens)
+        groups = group_segments(cu_seqlens) if self.groups is None and backend == "sdpa" else self.groups
         pairs = [(index_GS, index_GS) for index_GS in groups or ()]
         return attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, longest, longest, backend, pairs).flatten(1)
 
@@ -158,9 +156,14 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
-    """Attend with the given backend; the shapes have been checked. groups: only `sdpa` reads them."""
+    """Attend with the given backend; the shapes have been checked. groups: only `sdpa` reads them.
+
+    The backend may also be a reader's function of q, k, v and the lengths of the segments (`refvl.study.stages`).
+    """
     if len(cu_seqlens_q) < 2:  # the kernels do not accept inputs without segments
         return torch.zeros_like(q_MHK)
+    if callable(backend):
+        return backend(q_MHK, k_NHK, v_NHK, cu_seqlens_q.diff().tolist())
     match backend:
         case "varlen":
             return _flash_attention(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -113,8 +113,7 @@ def keep_in_prompt(
     counts: the number of tokens of each item; an item may fill several spans.
     """
     keep_L = torch.ones(num_tokens, dtype=torch.bool)
-    places = media_places(spans).split(list(counts))
-    for places_M, mask_M in zip(places, keep_masks, strict=True):
+    for places_M, mask_M in zip(media_places(spans).split(list(counts)), keep_masks, strict=True):
         if mask_M is not None:
             keep_L[places_M] = mask_M.cpu()
     return keep_L

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from refvl.checkpoints import weight_headers
 from refvl.encoders import StepVLEncoder
 from refvl.encoders.grid import GridEncoder
-from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig
@@ -117,17 +116,6 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     `get_image_size_with_most_features` (vLLM).
     """
     return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
-
-
-def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
-    """Return how many frames of `size` (height, width) px a video may have before its tokens exceed
-    `max_tokens`.
-
-    GLM shrinks the frames of longer videos, so if its largest video fits, every video fits, and
-    `limit` is returned. Upstream: `_get_max_video_frames` (vLLM).
-    """
-    too_many = (frames for frames in range(limit) if count_tokens(*size, config, frames + 1) > max_tokens)
-    return next(too_many, limit)
 
 
 def _tensor_bytes(weight: Tensor) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from refvl.attention import Segments, plan_segments
-from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
+from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer, VisionAttention
 from refvl.encoders.tower import to_device
 from refvl.graphs.buffers import fields_to_fill, metadata_tensors
 from refvl.graphs.manager import EncoderGraphManager
@@ -29,6 +29,7 @@ from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, fit_budget
 from refvl.positions.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+from refvl.serving.features import share_weights
 
 
 def rotate(x: Tensor, row: Tensor, column: Tensor, theta: float = 10000.0) -> Tensor:
@@ -91,6 +92,14 @@ class StagedProcessor(Qwen2_5_VLProcessor):
         return config.stages.patch_rows(pixels[:count], P, m, Tp)
 
 
+class StagedAttention(VisionAttention):
+    """A block's attention. `rotary` is the reader's function, and so may be the backend."""
+
+    def forward(self, x: Tensor, rotary: Any, segments: Segments, backend: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        return self.proj(segments.attend(rotary(q), rotary(k), v, backend))
+
+
 class StagedTower(Qwen2_5_VisionTransformer):
     """The tower with the same weights; `stages` decide which patches attend to each other, and where tokens end up."""
 
@@ -110,18 +119,14 @@ class StagedTower(Qwen2_5_VisionTransformer):
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode as the library does. A recording cannot read lengths, so its attention is the library's."""
-        stages, m, blocks = self.stages, self.config.spatial_merge_size, list[Any](self.blocks)
+        stages, m = self.stages, self.config.spatial_merge_size
         patches, plan, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        my = None if attention else stages.attend
+        backend = backend if attention else stages.attend or backend
         windows = Segments(plan.cu_window_seqlens, plan.window_groups, plan.max_window_seqlen)
         x = self.patch_embed(patches).unflatten(0, (-1, m * m))[plan.window_index].flatten(0, 1)
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(self.blocks):
             segments = plan if i in self.config.fullatt_block_indexes else windows
-            q, k, v = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, block.attn.num_heads, -1)).unbind(1)
-            q, k = stages.rotate(q, *plan.positions.T), stages.rotate(k, *plan.positions.T)
-            y = my(q, k, v, segments.cu_seqlens.diff().tolist()).flatten(1) if my else segments.attend(q, k, v, backend)
-            x = x + block.attn.proj(y)
-            x = x + block.mlp(block.norm2(x))
+            x = block(x, lambda qk: stages.rotate(qk, *plan.positions.T), segments, backend)
         return stages.fold(self.merger.ln_q(x), m, self.merger.mlp, plan.reverse_index)
 
 
@@ -174,12 +179,14 @@ def with_stages(vlm: Any, functions: dict[str, Callable]) -> Any:
     if vlm.family.name != "Qwen2.5-VL":
         raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")
     stages = Stages(**functions)
-    model, processor, tower = copy(vlm), copy(vlm.processor), copy(vlm.encoder)
+    model, processor, tower = copy(vlm), copy(vlm.processor), share_weights(vlm.encoder)
     model.__class__ = type("StagedVLM", (StagedPath, type(vlm)), {})
     processor.__class__, tower.__class__ = StagedProcessor, StagedTower
+    for block in tower.blocks:
+        block.attn.__class__ = StagedAttention
     for name in ("image_config", "video_config"):
         setattr(processor, name, StagedConfig(**asdict(getattr(processor, name)), stages=stages))
-    tower.stages, model.encoder, model.processor, model.media_cache = stages, tower, processor, None
+    tower.stages, model.encoder, model.processor, model.media_cache = stages, tower, processor, copy(vlm.media_cache)
     if vlm.graphs:
         model.graphs = StagedGraphs(tower, budgets=vlm.graphs.limits[""].budgets[-1:], max_items=1, progress=False)
     return model

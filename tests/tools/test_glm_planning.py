@@ -18,7 +18,7 @@ from refvl.pixels.by_hand import count_tokens, patchify_image
 from refvl.pixels.media import load_image
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
 from refvl.pixels.patch_configs import smart_resize_video as smart_resize
-from refvl.study.costs import describe, frames_that_fit, image_size_with_most_features
+from refvl.study.costs import describe, image_size_with_most_features
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())["most_features"]
 SEED = [case for case in GOLDEN if case["variant"] == "seed"]
@@ -48,13 +48,14 @@ def test_the_largest_picture_is_golden(case):
 
 
 @pytest.mark.parametrize("case", SEED, ids=lambda c: c["image_max_pixels"])
-def test_frames_that_fit_are_golden(case):
+def test_the_longest_clip_within_a_number_of_tokens_is_golden(case):
+    """Upstream: `_get_max_video_frames` (vLLM)."""
     size = image_size_with_most_features(image_config(case))
     clip = AsVllm.for_video()
-    limit = 1200
     assert clip.max_pixels == case["video_max_pixels"]
     for tokens, frames in case["max_video_frames"]:
-        assert frames_that_fit(tokens, size, clip, limit=limit) == min(frames, limit)
+        too_many = [count_tokens(*size, clip, count) > tokens for count in range(1, 1201)]
+        assert [*too_many, True].index(True) == min(frames, 1200)
 
 
 @pytest.mark.usefixtures("width_first")
