@@ -14,11 +14,9 @@ __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "compare", "load"]
 # __init__.pyi declares the names for type checkers and editors
 _HOME = {
-    "load": "refvl.loading",
-    "VLM": "refvl.model",
-    "Trace": "refvl.study.report",
-    "compare": "refvl.study.comparison",
-}
+    "load": "refvl.loading", "VLM": "refvl.model",
+    "Trace": "refvl.study.report", "compare": "refvl.study.comparison",
+}  # fmt: skip
 _ROOMS = {
     **{name: f"refvl.{name}" for name in (
         "attention", "checkpoints", "encoders", "families", "graphs", "language", "merge",

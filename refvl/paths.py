@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).resolve().parent
 CLONE = PACKAGE.parent
 ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else PACKAGE / "course"  # setup.py writes this folder
 DATA = ROOT / "data"
+REPOSITORY = "https://github.com/refvl/refvl"  # as in pyproject.toml
 
 
 def check_clone(what: str) -> None:
@@ -27,8 +28,9 @@ def write_whole(target: Path, content: bytes) -> None:
 def copy_course(folder: Path) -> Path:
     """Copy the notebooks and their data into `folder`. Return the folder of the notebooks.
 
-    Both get their names once they are complete. Raises FileExistsError if `folder` is a file or contains one of them,
-    and OSError with the first reason if a file cannot be copied.
+    Links to files that are not copied then lead to the repository. Both folders get their names once they are
+    complete. Raises FileExistsError if `folder` is a file or contains one of them, and OSError with the first reason if
+    a file cannot be copied.
     """
     for path in (folder / "notebooks", folder / "data", *([] if folder.is_dir() else [folder])):
         if os.path.lexists(path):
@@ -41,6 +43,8 @@ def copy_course(folder: Path) -> Path:
                 shutil.copytree(ROOT / name, Path(partial, name), ignore=ignored)
             except shutil.Error as error:  # its text lists every file
                 raise OSError(f"folder: {error.args[0][0][2]}") from error
+        for path in Path(partial, "notebooks").glob("*.ipynb"):
+            path.write_bytes(path.read_bytes().replace(b"](../", f"]({REPOSITORY}/blob/main/".encode()))
         for name in ("data", "notebooks"):
             os.rename(Path(partial, name), folder / name)
     return folder / "notebooks"

@@ -15,6 +15,8 @@ import exercises
 import heads
 import pytest
 
+from refvl.paths import REPOSITORY, copy_course
+
 nbformat = pytest.importorskip("nbformat")
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -71,9 +73,8 @@ def test_format_is_valid_and_light(path):
 def test_outputs_are_sentences_tables_or_figures(path):
     """No container of Python alone, no address of an object, no widget without a picture beside it."""
     outputs = [output for cell in code_cells(path) for output in cell.outputs if "data" in output]
-    assert [
-        o.data["text/plain"] for o in outputs if set(o.data) == {"text/plain"} and is_bare(o.data["text/plain"])
-    ] == []
+    alone = [output.data["text/plain"] for output in outputs if set(output.data) == {"text/plain"}]
+    assert list(filter(is_bare, alone)) == []
     assert [o.data["text/plain"] for o in outputs if VIEW in o.data and "image/png" not in o.data] == []
 
 
@@ -134,6 +135,16 @@ def test_first_cell_asks_and_last_cell_leads_on(path):
     assert first.source.startswith("# ")
     following = PATHS[PATHS.index(path) + 1 :][:1]
     assert all(f"]({notebook.name})" in last.source for notebook in following)
+
+
+@pytest.mark.thorough
+def test_every_link_of_a_copied_course_leads_somewhere(tmp_path):
+    course = copy_course(tmp_path)
+    cells = [cell for path in course.glob("*.ipynb") for cell in read(path).cells if cell.cell_type == "markdown"]
+    texts = "".join(cell.source for cell in cells)
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)", texts) if not link.startswith("https://")}
+    assert links and [link for link in links if not (course / link).exists()] == []
+    assert f"]({REPOSITORY}/blob/main/docs/questions.md)" in texts and heads.repository() == REPOSITORY
 
 
 @pytest.mark.parametrize("path", heads.chapters(), ids=lambda path: path.stem)

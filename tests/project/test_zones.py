@@ -13,9 +13,7 @@ DOORS = {  # names that callers import: behind them stands a model with everythi
     "refvl", "refvl.__main__", "refvl.loading", "refvl.model",
 }  # fmt: skip
 STAGES = ("pixels", "processors", "encoders", "positions", "language", "graphs")
-SHARED = (
-    "pipeline", "merge", "attention", "trace", "checks", "families", "checkpoints",
-)  # fmt: skip
+SHARED = ("pipeline", "merge", "attention", "trace", "checks", "families", "checkpoints")
 
 
 def modules_of(library: Path) -> dict[str, Path]:

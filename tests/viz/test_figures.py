@@ -127,9 +127,7 @@ SINGLE = {  # how it is drawn, and what is shown
     "speed-up": (lambda ax: viz.plot_speed_up({"by size": {1: 1.0, 2: 1.9}, "by count": {1: 1.0, 2: 1.5}}, ax=ax), {
         lines: [[[1, 1], [2, 2]], [[1, 1], [2, 1.9]], [[1, 1], [2, 1.5]]], legend: ["ideal", "by size", "by count"],
     }),
-    "costs": (lambda ax: viz.plot_family_costs(MEDIA, title="x", ax=ax), {
-        "heights": [160, 20], "title": "x",
-    }),
+    "costs": (lambda ax: viz.plot_family_costs(MEDIA, title="x", ax=ax), {"heights": [160, 20], "title": "x"}),
     "curves": (lambda ax: viz.plot_family_curves([112, 224], {NAMES[0]: [1, 4], NAMES[1]: [2, 8]}, ax=ax), {
         lines: [[[112, 1], [224, 4]], [[112, 2], [224, 8]]], legend: list(NAMES),
     }),
