@@ -23,9 +23,9 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -41,6 +41,7 @@ DONE = NOTEBOOKS / ".progress"  # an empty file for everything that is done
 DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; the reader's code runs on the CPU
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
 LIMIT = 10.0  # seconds that one call of a reader's function may take
+COLORS = "#b2182b", "#1b7837"  # wrong, right
 CELLS = 6, 16  # rows and columns of an image
 MOVES, EMPTY = {"RESUME", "NOP", "RETURN_VALUE"}, {"LOAD_CONST", "RETURN_CONST"}  # of a body that is only `...`: None
 SCALARS = int | float | str | bool | None
@@ -58,6 +59,17 @@ class Wrong(Exception):
 
 class TooLong(BaseException):
     """The reader's function took longer than LIMIT; not an Exception, which the function might catch."""
+
+
+class Printed(StringIO):
+    """What the reader's functions print, of which the first three lines are shown."""
+
+    def write(self, text: str) -> int:
+        return super().write(text) if self.tell() < 2000 else len(text)
+
+    def __str__(self) -> str:
+        lines = self.getvalue().splitlines()
+        return "\n".join(["\nprinted by your code:", *lines[:3], "..." * (len(lines) > 3)]).rstrip() * bool(lines)
 
 
 @dataclass(frozen=True)
@@ -95,18 +107,79 @@ class Verdict:
     got: Any = None
     case: Sequence = ()  # the arguments, of which `want` is expected
     task: str = ""  # what the function has to do, shown until it is written
+    printed: Any = ""
 
     def __repr__(self) -> str:
         said = f"{MARKS[self.status]} {self.status}: {self.line}"
-        return said + as_text(self.want, self.got) + f"\n\n{self.task}" * bool(self.task)
+        return said + as_text(self.want, self.got) + f"\n\n{self.task}" * bool(self.task) + str(self.printed)
 
     def _repr_html_(self) -> str:
         said = f"<b>{MARKS[self.status]} {self.status}</b>: <code>{html.escape(self.line)}</code>"
-        task = f"<pre>{html.escape(self.task)}</pre>" * bool(self.task)
+        task = "".join(f"<pre>{html.escape(text)}</pre>" for text in (self.task, str(self.printed)) if text)
         hints = ""
         for number, hint in reversed(list(enumerate(self.hints, 1))):
             hints = f"<details><summary>hint {number}</summary>{html.escape(hint)}{hints}</details>"
         return said + beside(self.want, self.got) + task + hints * (self.status != "right")
+
+
+class Row(NamedTuple):
+    """One kind of question: how many are right with the reader's functions, with the library's, and by chance."""
+
+    kind: str
+    count: int
+    yours: int
+    library: int
+    chance: str
+    same: int  # answers with the library's token ids
+    guess: Any = None
+
+    @property
+    def cells(self) -> tuple:
+        """Return what is shown, with the prediction last."""
+        off = "" if not isinstance(self.guess, int) else f"{self.guess} ({abs(self.guess - self.yours)} off)"
+        return self.kind, f"{self.yours} of {self.count}", self.library, self.chance, self.same, off
+
+
+@dataclass
+class Board:
+    """Answers to held-out questions; a notebook folds them until there is a prediction."""
+
+    whose: str
+    rows: list[Row] = field(default_factory=list)
+    scene: Picture | None = None  # the reader's
+    own: list[tuple[str, str, str]] = field(default_factory=list)  # about that scene: question, answer, truth
+    note: str = ""
+    printed: Any = ""
+    folded: bool = False
+
+    HEAD = ("question", "right", "library", "chance", "same ids", "predicted")
+
+    def __repr__(self) -> str:
+        shown = (self.HEAD, *(row.cells for row in self.rows))
+        lines = [f"{a:34}{b:>11}{c:>9}{d:>8}{e:>10}  {f}".rstrip() for a, b, c, d, e, f in shown]
+        said = [f"your scene: {q} {said!r}; true: {truth!r}" for q, said, truth in self.own]
+        parts = [self.whose, *(lines if self.rows else []), *said, *([self.note] if self.note else [])]
+        return "\n".join(parts) + str(self.printed)
+
+    def _repr_html_(self) -> str:
+        table = "".join(f"<th>{name}</th>" for name in self.HEAD)
+        for row in self.rows:
+            kind, right, *rest = row.cells
+            color, width = COLORS[row.same == row.count], 100 * row.yours // row.count
+            bar = f"<hr style='border:3px solid {color};width:{width}px;margin:2px 0'>"
+            cells = "".join(f"<td>{cell}</td>" for cell in rest)
+            table += f"<tr><td style='text-align:left'>{kind}</td><td>{right}{bar}</td>{cells}</tr>"
+        shown = f"<p>{html.escape(self.whose)}</p>" + f"<table>{table}</table>" * bool(self.rows)
+        if self.own:
+            shown += self.scene._repr_html_()
+        for question, said, truth in self.own:
+            told = f"<b style='color:{COLORS[said == truth]}'>{html.escape(said)}</b>"
+            shown += f"<p>Your scene: <i>{question}</i> {told}{f' (true: {truth})' * (said != truth)}</p>"
+        shown += f"<p>{html.escape(self.note)}</p>" + f"<pre>{html.escape(str(self.printed))}</pre>" * bool(
+            self.printed
+        )
+        summary = "<summary>No prediction yet: guess first, then open.</summary>"
+        return f"<details>{summary}{shown}</details>" if self.folded else shown
 
 
 def is_stub(function: Callable) -> bool:
@@ -124,7 +197,9 @@ def judge(function: Callable, cases: Iterable[Case], names: Sequence[str] = (), 
     """
     if is_stub(function):
         return Verdict("not yet", f"write the body of {function.__name__}", **shown)
-    shown["task"], run, count = "", limited(function), 0
+    printed = Printed()
+    shown |= {"task": "", "printed": printed}
+    run, count = limited(function, printed=printed), 0
     case, given = "", ()
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters)
@@ -208,8 +283,11 @@ def _say(value: Any) -> str:
     return repr(value) if isinstance(value, SCALARS) else f"a {type(value).__name__}"
 
 
-def limited(function: Callable, times: float = 1.0) -> Callable:
-    """Wrap a function so that it raises TooLong after `times` LIMIT, which stops loops in Python on any system."""
+def limited(function: Callable, times: float = 1.0, printed: Printed | None = None) -> Callable:
+    """Wrap a function so that it prints into `printed`, and raises TooLong after `times` LIMIT.
+
+    That stops loops in Python on any system.
+    """
     raise_in, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
 
     @functools.wraps(function)
@@ -224,7 +302,8 @@ def limited(function: Callable, times: float = 1.0) -> Callable:
         timer = threading.Timer(times * LIMIT, stop)
         timer.start()
         try:
-            return function(*args, **kwargs)
+            with contextlib.redirect_stdout(printed):
+                return function(*args, **kwargs)
         finally:
             timer.cancel()
             with lock:

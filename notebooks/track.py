@@ -18,36 +18,33 @@ import linecache
 import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import date
 from functools import cache
 from itertools import takewhile
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import checking
 import mine
-import numpy as np
 import solutions
 import torch
 from cases import LIBRARY, PARTS, cases, with_buffers
-from checking import DEVICE, DONE, NOTEBOOKS, Picture, TooLong, Verdict, is_stub, judge, limited, record
-from PIL import Image
+from checking import DEVICE, DONE, NOTEBOOKS, Board, Picture, Row, Verdict, is_stub, judge
 
 import refvl
 from data.training import relations, scenes
 from data.training.evaluate_tiny import requests_for
-from refvl.encoders.tower import send_rows
 from refvl.paths import DATA, write_whole
 from refvl.pipeline import Request
-from refvl.pixels.media import Video
 
 TASKS = tomllib.loads((NOTEBOOKS / "tasks.toml").read_text(encoding="utf-8"))
 NAMES = tuple(LIBRARY)  # in the order of the path
 KINDS = {  # the questions that need a function, by data/measurements/ablations.json, and one that does not
     "target_size": ("color, other sizes",),
     "patch_rows": ("color", "neighbour", "motion, five frames"),
-    "window_index": ("window", "place", "color", "color, after another picture"),
+    "window_index": ("window", "place", "color", "color, after another image"),
     "rotate": ("neighbour", "window", "color", "neighbour, 168 px"),
     "attend": ("window", "neighbour", "color"),
     "fold": ("shape", "place", "neighbour"),
@@ -62,7 +59,6 @@ OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about 
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
 KEPT = "mine.py keeps it"
-COLORS = "#b2182b", "#1b7837"  # wrong, right
 
 
 # ------------------------------------------------------------------------------------------------------- the functions
@@ -108,7 +104,7 @@ def check(function: Callable, count: int = 200) -> Verdict:
     if verdict.status == "right" and not own:
         verdict = replace(verdict, line=f"{verdict.line}; {_keep(name, function)}")
     if own or verdict.line.endswith(KEPT):  # with its date, for the page of `finish`
-        record(name, verdict)
+        checking.record(name, verdict)
     return verdict
 
 
@@ -165,125 +161,35 @@ def _keep(name: str, function: Callable) -> str:
 
 
 @cache
-def _model(graphs: bool) -> refvl.VLM:
-    folder = DATA / "checkpoints/tiny-qwen2_5_vl"
-    return refvl.load(folder, device=DEVICE, progress=False, graphs={"budgets": [16, 64]} if graphs else None)
+def load_model(graphs: bool) -> refvl.VLM:
+    more = {"graphs": {"budgets": [16, 64]}, "media_cache": 2**14} if graphs else {}
+    return refvl.load(DATA / "checkpoints/tiny-qwen2_5_vl", device=DEVICE, progress=False, **more)
 
 
 @torch.inference_mode()
 def answers(model: refvl.VLM, asked: Sequence[dict], rate: float = 0.0) -> list[tuple[str, list[int]]]:
     """Return the text and the token ids of each answer; all are decoded together, and with graphs encoded together."""
-    text = model.language_model
+    if model.graphs:  # in one call; `read` then finds the embeddings in the cache
+        model.encode(*([item for a in asked for item in a.get(media, ())] for media in ("images", "videos")))
     read = [model.read(Request(**a, pruning_rate=rate if "videos" in a else 0.0)) for a in asked]
-    if model.graphs:
-        patches = [p for run in read for p in run.patches]
-        rows = send_rows([p.rows for p in patches], model.encoder)
-        embeds = iter(model.graphs.execute(rows, [p.layout for p in patches]))
-        for run in read:
-            run.embeds = [next(embeds) for _ in run.patches]
-            model.merge(run, run.full_ids, [p.media_tokens for p in run.patches])
-            model.position(run)
-    end = text.generation_config.eos_token_id
+    end = model.language_model.generation_config.eos_token_id
     ends = {*end} if isinstance(end, list) else {end}
     rows = [list(takewhile(lambda token: token not in ends, row)) for row in model.decode(read, 24).sequences.tolist()]
     return [(model.processor.text(row), row) for row in rows]
 
 
-def _video(change: Callable[[np.ndarray], np.ndarray], fps: float = 2.0) -> Callable[[dict], dict]:
-    def changed(asked: dict) -> dict:
-        frames = change(np.asarray(asked["videos"][0]))
-        n = len(frames)
-        return asked | {"videos": [Video(frames, fps, fps, tuple(range(n)), n, n / fps)]}
-
-    return changed
-
-
-def _large(asked: dict) -> dict:
-    return asked | {"images": [Image.fromarray(asked["images"][0]).resize((168, 168), Image.Resampling.BICUBIC)]}
-
-
-def _after_another(asked: dict) -> dict:
-    return asked | {"images": [questions("place", 1)[0].arguments["images"][0], *asked["images"]]}
-
-
-CHANGES = {  # of questions that the model was not trained for, in which other mistakes show
-    "five frames": _video(lambda frames: frames[:5]),
-    "nothing moves": _video(lambda frames: frames[:1].repeat(6, axis=0)),
-    "4.2 frames a second": _video(lambda frames: frames, 4.2),
-    "168 px": _large,
-    "after another picture": _after_another,
-}
-
-
 @cache
 def questions(kind: str, count: int, first: int = 5000) -> list:
-    """Return questions about scenes that the model was not trained on, after the change that the kind names."""
-    base, _, how = kind.partition(", ")
-    found = requests_for(base if how in CHANGES else kind, count, split="test", first=first)
-    return [replace(r, arguments=CHANGES[how](r.arguments)) for r in found] if how in CHANGES else found
+    """Return questions about scenes that the model was not trained on."""
+    return requests_for(kind, count, split="test", first=first)
 
 
 @cache
 def _library(kind: str, count: int, rate: float) -> list[tuple[str, list[int]]]:
-    return answers(_model(False), [r.arguments for r in questions(kind, count)], rate)
+    return answers(load_model(False), [r.arguments for r in questions(kind, count)], rate)
 
 
 # ------------------------------------------------------------------------------------------------------ the scoreboard
-
-
-class Row(NamedTuple):
-    """One kind of question: how many are right with the reader's functions, with the library's, and by chance."""
-
-    kind: str
-    count: int
-    yours: int
-    library: int
-    chance: str
-    same: int  # answers with the library's token ids
-    guess: Any = None
-
-    @property
-    def cells(self) -> tuple:
-        """Return what is shown, with the prediction last."""
-        off = "" if not isinstance(self.guess, int) else f"{self.guess} ({abs(self.guess - self.yours)} off)"
-        return self.kind, f"{self.yours} of {self.count}", self.library, self.chance, self.same, off
-
-
-@dataclass
-class Board:
-    """Answers to held-out questions; a notebook folds them until there is a prediction."""
-
-    whose: str
-    rows: list[Row] = field(default_factory=list)
-    own: list[tuple[str, str, str]] = field(default_factory=list)  # about the reader's scene: question, answer, truth
-    note: str = ""
-    folded: bool = False
-
-    HEAD = ("question", "right", "library", "chance", "same ids", "predicted")
-
-    def __repr__(self) -> str:
-        shown = (self.HEAD, *(row.cells for row in self.rows))
-        lines = [f"{a:34}{b:>11}{c:>9}{d:>8}{e:>10}  {f}".rstrip() for a, b, c, d, e, f in shown]
-        said = [f"your scene: {q} {said!r}; true: {truth!r}" for q, said, truth in self.own]
-        return "\n".join([self.whose, *(lines if self.rows else []), *said, *([self.note] if self.note else [])])
-
-    def _repr_html_(self) -> str:
-        table = "".join(f"<th>{name}</th>" for name in self.HEAD)
-        for row in self.rows:
-            kind, right, *rest = row.cells
-            color, width = COLORS[row.same == row.count], 100 * row.yours // row.count
-            bar = f"<hr style='border:3px solid {color};width:{width}px;margin:2px 0'>"
-            cells = "".join(f"<td>{cell}</td>" for cell in rest)
-            table += f"<tr><td style='text-align:left'>{kind}</td><td>{right}{bar}</td>{cells}</tr>"
-        shown = f"<p>{html.escape(self.whose)}</p>" + f"<table>{table}</table>" * bool(self.rows)
-        if self.own:
-            shown += Picture(scenes.render(_scene()), "your scene")._repr_html_()
-        for question, said, truth in self.own:
-            told = f"<b style='color:{COLORS[said == truth]}'>{html.escape(said)}</b>"
-            shown += f"<p>Your scene: <i>{question}</i> {told}{f' (true: {truth})' * (said != truth)}</p>"
-        shown += f"<p>{html.escape(self.note)}</p>"
-        summary = "<summary>No prediction yet: guess first, then open.</summary>"
-        return f"<details>{summary}{shown}</details>" if self.folded else shown
 
 
 def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = None, count: int = 24) -> Board:
@@ -307,27 +213,31 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
     board = Board(whose, folded=predicted is not None and len(guesses) < len(predicted))
     _ask(board, kinds, names, yours, count, guesses)
     silent = not board.note and all(row.same == row.count for row in board.rows)
-    known = mistake or (_known(names[0], yours[names[0]]) if silent and len(given) == 1 else "")
-    if silent and known:
-        board.note = f"No answer changes. {TASKS[names[0]]['mistakes'][known].get('why', '')}".strip()
+    if wrong := [name for name in names if name in yours and _judged(name, yours[name], 200).status == "wrong"]:
+        known = mistake or (_known(wrong[0], yours[wrong[0]]) if silent else "")
+        why = TASKS[wrong[0]]["mistakes"][known].get("why", "") if known else ""
+        found = ["No answer changes."] * silent + [why, board.note, f"The check says: {', '.join(wrong)} is wrong."]
+        board.note = " ".join(filter(None, found))
     return board
 
 
 def _ask(board: Board, kinds: list[str], names: Sequence[str], yours: dict, count: int, guesses: dict) -> None:
     """Fill the rows of a board; an error of the reader's code becomes its note."""
-    rate = RATE if "evs" in names else 0.0
+    rate, printed = RATE if "evs" in names else 0.0, checking.Printed()
     mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
+    limits = {name: checking.limited(function, 6, printed) for name, function in yours.items()}
     try:
-        model = _model("replay" in names).with_stages(**{name: limited(f, 6) for name, f in yours.items()})
+        model = load_model("replay" in names).with_stages(**limits)
         said = answers(model, mixed, rate)  # in one batch: sizes and kinds alternate
         if "target_size" in yours:
-            board.rows.append(_placeholders(yours["target_size"])._replace(guess=guesses.get(PLACEHOLDERS)))
-        board.own = [told for kind in kinds if kind in OWN for told in _told(model, kind)]
-    except (Exception, TooLong) as error:
-        what = "it took too long" if isinstance(error, TooLong) else f"{type(error).__name__}: {error}"
+            board.rows.append(_placeholders(limits["target_size"])._replace(guess=guesses.get(PLACEHOLDERS)))
+        _tell(board, model, [kind for kind in kinds if kind in OWN])
+    except (Exception, checking.TooLong) as error:
+        what = "it took too long" if isinstance(error, checking.TooLong) else f"{type(error).__name__}: {error}"
         board.note = f"The model did not get to an answer: {what}".splitlines()[0]
         said = [("", [-1])] * len(mixed)
     board.rows += [_row(kind, said[i :: len(kinds)], rate, guesses.get(kind)) for i, kind in enumerate(kinds)]
+    board.printed = printed
 
 
 def _row(kind: str, said: list, rate: float, guess: Any = None, path: str = "") -> Row:
@@ -387,13 +297,16 @@ def _scene() -> scenes.Scene:
     return scenes.Scene(tuple(things), (222.0, 222.0, 222.0), (0.0, 0.0), 1.0, 0, None)
 
 
-def _told(model: refvl.VLM, kind: str) -> list[tuple[str, str, str]]:
-    """Return a question of a kind about the reader's scene, the model's answer and the truth, if there is one."""
+def _tell(board: Board, model: refvl.VLM, kinds: Sequence[str]) -> None:
+    """Ask a question of each kind about the reader's scene, if one fits, and put it on the board with its answer."""
     drawn = _scene()
-    near = [q for q in relations.questions(drawn, relations.AS_IT_IS) if q.kind == kind]
-    found = [q for q in near if q.answer != relations.NOTHING] or near or scenes.all_questions(drawn).get(kind, [])
-    asked = {"images": [scenes.render(drawn)]}
-    return [(q.text, answers(model, [asked | {"prompt": q.text}])[0][0], q.answer) for q in found[:1]]
+    board.scene = Picture(scenes.render(drawn), "your scene")
+    for kind in kinds:
+        near = [q for q in relations.questions(drawn, relations.AS_IT_IS) if q.kind == kind]
+        found = [q for q in near if q.answer != relations.NOTHING] or near or scenes.all_questions(drawn).get(kind, [])
+        for q in found[:1]:
+            [(said, _)] = answers(model, [{"images": [board.scene.pixels], "prompt": q.text}])
+            board.own.append((q.text, said, q.answer))
 
 
 # ------------------------------------------------------------------------------------------------------ the last moment
@@ -410,11 +323,10 @@ def finish(count: int = 50) -> Board:
     for kind in ("color", "place", "neighbour", "window", "motion") if yours else ():
         rate, asked = RATE * (kind == "motion"), [r.arguments for r in questions(kind, count)]
         for path in ("", ", replayed"):
-            said = answers(_model(bool(path)).with_stages(**yours), asked, rate)
+            said = answers(load_model(bool(path)).with_stages(**yours), asked, rate)
             board.rows.append(_row(kind, said, rate, path=path))
     if yours:
-        model = _model(False).with_stages(**yours)
-        board.own = [told for kind in OWN for told in _told(model, kind)]
+        _tell(board, load_model(False).with_stages(**yours), OWN)
         same, asked = sum(row.same for row in board.rows), sum(row.count for row in board.rows)
         board.note = f"{same} of {asked} answers have the library's token ids. {TASKS['remains']} {_page(board, yours)}"
     return board

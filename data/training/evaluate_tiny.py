@@ -92,8 +92,13 @@ def requests_for(
 ) -> list[Request]:  # fmt: skip
     """Draw `count` questions of one kind about scenes of a split, from number `first` on.
 
+    kind: one of `KINDS`, or "color, 168 px" for a kind of `KINDS` with a change of `UNTRAINED`.
     clips: whether half of the questions that fit both images and videos are about videos.
     """
+    base, _, change = kind.partition(", ")
+    if change in UNTRAINED:
+        trained = requests_for(base, count, split, first, clips=clips)
+        return [replace(request, arguments=UNTRAINED[change](request.arguments)) for request in trained]
     make = KINDS[kind].make
     options = {"clips": clips} if kind in ABOUT_BOTH else {}
     found, index = list[Request](), first
@@ -324,6 +329,34 @@ def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
         embeds[..., span.offset : span.offset + span.num_tokens, :] = tokens[begin : begin + span.num_tokens]
         begin += span.num_tokens
     return replace(trace, inputs_embeds=embeds)
+
+
+def _video(change: Callable[[np.ndarray], np.ndarray], fps: float = scenes.FPS) -> Callable[[dict], dict]:
+    """Return a function that changes the frames of a question's video, or the rate at which they are played."""
+
+    def changed(asked: dict) -> dict:
+        frames = change(np.asarray(asked["videos"][0]))
+        n = len(frames)
+        return asked | {"videos": [Video(frames, fps, fps, tuple(range(n)), n, n / fps)]}
+
+    return changed
+
+
+def _large(asked: dict) -> dict:
+    return asked | {"images": [Image.fromarray(asked["images"][0]).resize((168, 168), Image.Resampling.BICUBIC)]}
+
+
+def _after_another(asked: dict) -> dict:
+    return asked | {"images": [scenes.render(scenes.draw_scene("test", 5000)), *asked["images"]]}
+
+
+UNTRAINED = {  # changes of a question's media that no training showed; they have no goal
+    "five frames": _video(lambda frames: frames[:5]),
+    "nothing moves": _video(lambda frames: frames[:1].repeat(6, axis=0)),
+    "4.2 frames a second": _video(lambda frames: frames, 4.2),
+    "168 px": _large,
+    "after another image": _after_another,
+}
 
 
 class Kind(NamedTuple):

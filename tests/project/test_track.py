@@ -147,8 +147,18 @@ def test_the_model_notices_a_mistake_or_the_reason_is_given(name, mistake):
     """At most a quarter of the mistakes change no answer."""
     board = track.run(name, mistake=mistake)
     assert board.note.startswith("No answer changes. ") is ("why" in TASKS[name]["mistakes"][mistake]), board
+    assert board.note.endswith(f"The check says: {name} is wrong.")
     silent = sum("why" in TASKS[name]["mistakes"][mistake] for name, mistake in MISTAKES)
-    assert len(MISTAKES) >= 89 and silent <= len(MISTAKES) / 4
+    assert len(MISTAKES) >= 90 and silent <= len(MISTAKES) / 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reader_s_stage_is_watched_like_the_library_s(name):
+    model, [asked] = track.load_model(False), track.questions("motion", 1)
+    both = [m.trace(**asked.arguments, pruning_rate=0.5, attentions=True, hidden_states=True, max_new_tokens=2)
+            for m in (model, model.with_stages(**{name: getattr(solutions, name)}))]  # fmt: skip
+    for kept in ("tower_attentions", "tower_hidden_states", "hidden_states"):
+        torch.testing.assert_close(*(getattr(trace, kept) for trace in both), rtol=1e-4, atol=1e-4)
 
 
 def test_with_all_nine_every_answer_is_the_library_s(mine):
@@ -168,11 +178,14 @@ def test_a_prediction_is_kept_and_shown_and_without_it_the_board_is_folded():
     assert track.predict("Where?", None, 7).folded and repr(track.predict("Where?", 5, 7)).endswith("5; it is 7.")
 
 
-def test_names_from_outside_are_not_kept():
+def test_names_from_outside_are_not_kept_and_what_is_printed_is_shown_once(capsys):
     def fold(x, merge, project, inverse):
+        print("a line")
         return solutions.fold(x, merge, project, inverse)
 
-    assert track.check(fold).line.endswith("put them into the function") and not track.written()
+    verdict = track.check(fold)
+    assert verdict.line.endswith("put them into the function") and not track.written()
+    assert repr(verdict).count("a line") == repr(track.run(fold)).count("a line") == 3 and not capsys.readouterr().out
 
 
 def test_a_stub_shows_its_task_and_others_are_refused():
@@ -181,11 +194,8 @@ def test_a_stub_shows_its_task_and_others_are_refused():
         ...
 
     verdict = track.check(fold)
-    assert (
-        verdict.status == "not yet"
-        and "Turn patches into tokens" in repr(verdict)
-        and "hint 3" in verdict._repr_html_()
-    )
+    assert verdict.status == "not yet" and "Turn patches into tokens" in repr(verdict)
+    assert "hint 3" in verdict._repr_html_()
     for call in (lambda: track.check(max), lambda: track.run("max"), lambda: track.scene({"here": "red circle"})):
         with pytest.raises(ValueError, match="expected"):
             call()
