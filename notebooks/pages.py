@@ -1,7 +1,7 @@
 """The course as self-contained pages: an index, every executed notebook, every explorer, and the files they name.
 
     notebooks/*.ipynb -> notebooks/*.html     outputs as they were saved, explorers live, one file each
-    GALLERY           -> explorers/*.html
+    GALLERY           -> explorers/*.html     and *.png, the image shown with a link to each
     SHIPPED           -> journeys/*.html      one answer of each model, line by line
     LIVE              -> live*.html           a model that runs in the page
     reference.py      -> reference.html       every public name
@@ -33,7 +33,7 @@ from heads import in_order
 from PIL import Image
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
-MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY, MAX_LIVE = 600_000, 150_000, 600_000, 3_000_000  # bytes
+MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY, MAX_LIVE = 600_000, 220_000, 600_000, 3_000_000  # bytes
 MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
@@ -84,23 +84,27 @@ def build(out: Path, base: str = "") -> dict[str, int]:
 
     paths = in_order((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
-    made = {name: GALLERY[name]() for name in EXPLORERS}
+    made = {name: [GALLERY[view]() for view in (name, *views)] for name, (_, *views) in EXPLORERS.items()}
     pages |= {f"explorers/{name}.html": explorer_page(name, made, paths) for name in EXPLORERS}
     pages |= {f"journeys/{name}.html": journey_page(name) for name in SHIPPED}
     pages |= live_pages() | {"reference.html": document("refvl: API reference", reference.body(), style=reference.LOOK)}
     pages["index.html"] = index_page(paths, made)
-    named = sorted(
-        {match for text in pages.values() for match in re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', text)}
-    )
+    named = sorted(set(re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', "".join(pages.values()))))
     pages |= {f"files/{name}.html": file_page(name) for name in named}
-    pages = {name: with_preview(text, base) for name, text in pages.items()}
+    stills = {f"explorers/{name}.png": explorers[0].still() for name, explorers in made.items()}
+    stills["og.png"] = STILL.read_bytes()
+    own = {name: name.replace(".html", ".png") for name in pages}
+    pages = {
+        name: with_preview(text, base, own[name] if own[name] in stills else "og.png") for name, text in pages.items()
+    }
     if problems := list(check(pages)):
         raise ValueError("the site is broken:\n" + "\n".join(problems))
     for name, text in pages.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (out / "og.png").write_bytes(STILL.read_bytes())
+    for name, still in stills.items():
+        (out / name).write_bytes(still)
     return {name: len(text.encode()) for name, text in pages.items()}
 
 
@@ -109,22 +113,22 @@ def document(title: str, body: str, *, style: str = "") -> str:
     return PAGE.format(title=html.escape(title), body=body, style=STYLE.read_text() + style)
 
 
-def explorer_page(name: str, made: dict[str, Any], notebooks: list[Path]) -> str:
-    """Return an explorer's page, with links to its neighbours, its notebook and the index."""
+def explorer_page(name: str, made: dict[str, list], notebooks: list[Path]) -> str:
+    """Return the page of an explorer and those that share it, with links to its neighbours, notebook and the index."""
     from refvl.viz.explorers import page
 
     names = list(made)
     place = names.index(name)
-    [notebook] = [path for path in notebooks if path.name.startswith(EXPLORERS[name])]
+    [notebook] = [path for path in notebooks if path.name.startswith(EXPLORERS[name][0])]
     before, after = names[place - 1], names[(place + 1) % len(names)]
     links = [
-        (f"{before}.html", f"← {made[before].title}"),
+        (f"{before}.html", f"← {made[before][0].title}"),
         (f"../notebooks/{notebook.stem}.html", f"Notebook: {title_of(nbformat.read(notebook, as_version=4))}"),
         ("../index.html", "All notebooks and explorers"),
-        (f"{after}.html", f"{made[after].title} →"),
+        (f"{after}.html", f"{made[after][0].title} →"),
     ]
     foot = "".join(f'<a href="{address}">{html.escape(text)}</a>' for address, text in links)
-    return page(made[name], foot=f"<nav>{foot}</nav>")
+    return page(*made[name], foot=f"<nav>{foot}</nav>")
 
 
 def journey_page(name: str) -> str:
@@ -199,7 +203,8 @@ def show_output(output: Any, models: dict, said: str) -> None:
     data, metadata = output.data, output.setdefault("metadata", {})
     entry = models.get(data.pop(VIEW, {}).get("model_id"))
     if entry and "_esm" in entry["state"]:
-        output.data = {"text/html": host(entry, text=data["text/plain"])}
+        still = lighter(data["image/png"], "image/png")
+        output.data = {"text/html": host(entry, text=data["text/plain"], still=still)}
         return
     for kind in ("image/png", "image/jpeg"):
         if kind in data:
@@ -265,29 +270,27 @@ def first_sentence(source: str) -> str:
     return re.split(r"(?<=[.?!:])\s", plain.strip())[0].rstrip(":")
 
 
-def with_preview(text: str, base: str) -> str:
-    """Return a page with the metadata for link previews: a title, and the image at `base`."""
+def with_preview(text: str, base: str, still: str) -> str:
+    """Return a page with the metadata for link previews: a title, and the image `still` at `base`."""
     title = re.search(r"<title>(.*?)</title>", text, re.S)
-    image = html.escape(f"{base.rstrip('/')}/og.png" if base else "og.png")
+    image = html.escape(f"{base.rstrip('/')}/{still}" if base else still)
     meta = {"og:title": title[1] if title else "refvl", "og:type": "article", "og:image": image}
     tags = "".join(f'<meta property="{name}" content="{value}">' for name, value in meta.items())
     return text.replace("</title>", f"</title>{tags}", 1)
 
 
-def index_page(paths: list[Path], made: dict[str, Any]) -> str:
+def index_page(paths: list[Path], made: dict[str, list]) -> str:
     """Return the index: the live page, an order for three readers, the journey, the explorers and the notebooks."""
     from refvl.viz.journey import SHIPPED, TITLE
     from refvl.viz.live.page import LIVE
 
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {f"notebooks/{stem}.html": title_of(notebook) for stem, notebook in notebooks.items()}
-    titles |= {f"explorers/{name}.html": explorer.title for name, explorer in made.items()}
-    titles |= {"live.html": "Paint a scene, ask about it, and follow your image to the word"}
-    titles |= {"reference.html": "API reference"}
+    titles |= {f"explorers/{name}.html": explorers[0].title for name, explorers in made.items()}
+    titles |= {"live.html": "Paint a scene and follow your image to the word", "reference.html": "API reference"}
     titles |= {f"journeys/{name}.html": f"{TITLE}: {asked.name}" for name, asked in SHIPPED.items()}
-    minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()} | {
-        "live.html": 8
-    }
+    minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()}
+    minutes |= {"live.html": 8}
     counts = {
         "notebooks that were run": len(notebooks), "explorers": len(made), "models that run in the page": len(LIVE),
         "answers line by line": len(SHIPPED), "hours to read and try": round(sum(minutes.values()) / 60),
@@ -303,7 +306,7 @@ def index_page(paths: list[Path], made: dict[str, Any]) -> str:
         *(station_item(place, station, titles) for place, station in enumerate(STATIONS, 1)),
         "</ol><h2>Explorers</h2><p>Each asks one question. Nothing is loaded, and every number is refvl's.</p>",
         "<ol class=cards>",
-        *(explorer_item(name, explorer) for name, explorer in made.items()),
+        *(explorer_item(name, explorers[0]) for name, explorers in made.items()),
         "</ol><h2>Notebooks</h2><ol class=cards>",
         *(course_item(stem, notebook, minutes[f"notebooks/{stem}.html"]) for stem, notebook in notebooks.items()),
         f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with the result of each stage.</p>"
@@ -368,11 +371,9 @@ def course_item(stem: str, notebook: Any, minutes: int) -> str:
 
 def explorer_item(name: str, explorer: Any) -> str:
     """Return an explorer's card: its image, title and question."""
-    from refvl.viz.style import png_of
-
-    picture = small(png_of(explorer.figure()), f"The explorer {explorer.title}")
+    picture = small(explorer.still(), f"The explorer {explorer.title}")
     link = f'<a href="explorers/{name}.html">{html.escape(explorer.title)}</a>'
-    belongs = f"<p><small>with notebook {EXPLORERS[name]}</small></p>"
+    belongs = f"<p><small>with notebook {EXPLORERS[name][0]}</small></p>"
     return f"<li>{picture}<h3>{link}</h3><p>{html.escape(explorer.asks)}</p>{belongs}</li>"
 
 

@@ -300,7 +300,7 @@ def _scene() -> scenes.Scene:
 def _tell(board: Board, model: refvl.VLM, kinds: Sequence[str]) -> None:
     """Ask a question of each kind about the reader's scene, if one fits, and put it on the board with its answer."""
     drawn = _scene()
-    board.scene = Picture(scenes.render(drawn), "your scene")
+    board.scene = Picture(scenes.render(drawn), "an image of your scene")
     for kind in kinds:
         near = [q for q in relations.questions(drawn, relations.AS_IT_IS) if q.kind == kind]
         found = [q for q in near if q.answer != relations.NOTHING] or near or scenes.all_questions(drawn).get(kind, [])

@@ -3,16 +3,13 @@
 import itertools
 import math
 from copy import copy
-from dataclasses import replace
 from functools import cache as kept
 
 import numpy as np
 import torch
 
-from refvl.encoders import Qwen2_5_VisionTransformer
-from refvl.positions import compute_retention_mask, get_window_index, restrict_positions
+from refvl.positions import compute_retention_mask, restrict_positions
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.study.costs import encoder_operations
 from refvl.study.stale import replay_stale
 from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import GALLERY, SIZES
@@ -162,40 +159,20 @@ def of_head(weights: torch.Tensor, head, steps: int) -> torch.Tensor:
 
 
 def attention(explorer, state: tuple) -> dict:
-    question, token, layer, head, block, tower_head = state
+    question, token, layer, head = state
     asked = explorer.watched[question]
     trace = watched(explorer.model, asked)
     read = len(trace.input_ids) + token - 1  # tokens that are there when this one is chosen
-    tower = torch.zeros(len(trace.tower_attentions[block][0].weights), *[len(trace.patches[0].pixel_values)] * 2)
-    for rows, weights in trace.tower_attentions[block]:
+    blocks, patches = range(len(trace.tower_attentions)), len(trace.patches[0].pixel_values)
+    tower = torch.zeros(len(blocks), len(trace.tower_attentions[0][0].weights), patches, patches)
+    for block, (rows, weights) in ((i, segment) for i in blocks for segment in trace.tower_attentions[i]):
         for query, patch in enumerate(rows.tolist()):
-            tower[:, patch, rows] = weights[:, query]
+            tower[block, :, patch, rows] = weights[:, query]
     return {
         "question": list(explorer.watched).index(question), "token": token - 1,
         "layer": layer, "head": 0 if head == "mean" else 1 + head,
         "weights": of_head(trace.attentions[layer][:, read - 1, :read], head, 65535),
-        "tower": of_head(tower, tower_head, 255), "segments": segments_of(trace, block),
-    }  # fmt: skip
-
-
-def cosines(rows: np.ndarray) -> np.ndarray:
-    """By the definition, pair by pair."""
-    return np.array([[a @ b / math.sqrt((a @ a) * (b @ b)) for b in rows] for a in rows])
-
-
-def tower(explorer, state: tuple) -> dict:
-    picture, stage = state
-    number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
-    trace = watched(explorer.model, explorer.watched[picture])
-    states = trace.tower_hidden_states[after].double().numpy()
-    alike = cosines(states - states.mean(0))
-    token = np.arange(len(states)) // 4
-    own = token[:, None] == token
-    others = own & ~np.eye(len(states), dtype=bool)
-    return {
-        "picture": number, "stage": after, "alike": np.round(255 * np.maximum(alike, 0)).astype(int),
-        "near": alike.mean(1, where=others), "far": alike.mean(1, where=~own),
-        "segments": segments_of(trace, after - 1) if after else np.zeros(len(states), int),
+        "tower": (255 * tower.mean(1)).round().int(), "segments": torch.stack([segments_of(trace, b) for b in blocks]),
     }  # fmt: skip
 
 
@@ -252,35 +229,6 @@ def assignment(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
-@kept
-def operations(config, side: int) -> int:
-    with torch.device("meta"):
-        return encoder_operations(Qwen2_5_VisionTransformer(config), [(1, side // 14, side // 14)])
-
-
-def costs(explorer, state: tuple) -> dict:
-    """Counted by torch on towers of one and two blocks, which tell what a block of each kind adds."""
-    side, full, window = state
-
-    def parts(s: int) -> dict[str, int]:
-        one = replace(explorer.config, depth=1, fullatt_block_indexes=(), window_size=window)
-        first, second = operations(one, s), operations(replace(one, depth=2), s)
-        more = operations(replace(one, fullatt_block_indexes=(0,)), s) - first
-        lengths = get_window_index([(1, s // 14, s // 14)], window_size=window)[1].diff()
-        windowed = 4 * 1280 * int((lengths**2).sum())
-        linear = second - first - windowed
-        return {"rest": 2 * first - second, "linear": linear, "windowed": windowed, "whole": windowed + more}
-
-    def whole_tower(s: int, count: int) -> int:
-        p = parts(s)
-        return p["rest"] + 32 * p["linear"] + count * p["whole"] + (32 - count) * p["windowed"]
-
-    sides = explorer.controls[0]["options"]
-    curves = [[whole_tower(s, count) for s in sides] for count in (0, full, 32)]
-    total = {"total": whole_tower(side, full), "curves": np.array(curves, float)}
-    return {"patches": (side // 14) ** 2} | parts(side) | total
-
-
 def deepstack(explorer, state: tuple) -> dict:
     """The rows of the encoder with zeros in the columns of the features that are left out, through the whole model."""
     question, name = state
@@ -300,7 +248,7 @@ def own_row(explorer, state: tuple) -> dict:
 
 
 INDEPENDENT = (
-    positions, mrope, graph, attention, tower, evs, launches, assignment, costs, deepstack,
+    positions, mrope, graph, attention, evs, launches, assignment, deepstack,
 )  # fmt: skip
 ORACLES = dict.fromkeys(GALLERY, own_row)
 ORACLES |= {oracle.__name__: oracle for oracle in INDEPENDENT}

@@ -12,10 +12,9 @@ FILES = {
     "attention": "plot_attention plot_states",
     "box_figures": "plot_box_readings plot_boxes",
     "evs": "plot_accuracy_curve plot_dissimilarity plot_keep_mask plot_keep_masks plot_pruned_positions",
-    "explore": "explore_assignment explore_attention explore_costs explore_crops explore_deepstack explore_evs "
-               "explore_families explore_graph explore_keep_mask explore_launches explore_mrope explore_packing "
-               "explore_position_rules explore_positions explore_resize explore_slices explore_timeline "
-               "explore_tower explore_windows",
+    "explore": "explore_assignment explore_attention explore_crops explore_deepstack explore_evs explore_families "
+               "explore_graph explore_keep_mask explore_launches explore_mrope explore_packing explore_positions "
+               "explore_resize explore_slices explore_timeline explore_windows",
     "families": "plot_ablations plot_family_costs plot_family_curves plot_family_race plot_family_stages",
     "glm4v": "plot_clip_prompt plot_clip_tokens plot_patch_values plot_position_table plot_timelines",
     "graphs": "plot_buffers plot_launches plot_packing plot_recording plot_stale_errors",

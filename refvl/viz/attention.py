@@ -3,9 +3,11 @@ over its patches.
 
 plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of patch states, in the colours of a projection
+project_colors   these colours
 """
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
@@ -14,6 +16,7 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, centered, image_axes
 
+_COMMON = 0.98  # share of values within the colour range; others are clipped
 # of the veil over a cell without attention; a coloured heat map instead would hide the image
 _OPACITY = 0.7
 
@@ -54,6 +57,23 @@ def plot_states(
     ax.imshow(colors_HW3, extent=(0, columns, rows, 0), interpolation="nearest")
     _mark(ax, segments_HW, patch)
     return ax
+
+
+def project_colors(states: list[Tensor]) -> list[np.ndarray]:
+    """Project (..., E) states to (..., 3) uint8: red,
+    green and blue are the first three principal components.
+    """
+    all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
+    mean = all_NE.mean(0)
+    directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    directions = directions * largest.sign()  # of the two possible signs, make the largest entry positive
+    low, high = torch.quantile((all_NE - mean) @ directions, mean.new_tensor([1 - _COMMON, _COMMON]), dim=0)
+    return [
+        (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()
+        .to(torch.uint8).numpy(force=True)
+        for state in states
+    ]  # fmt: skip
 
 
 def _mark(ax: Axes, segments_HW, patch: tuple[int, int] | None) -> None:

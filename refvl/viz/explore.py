@@ -4,7 +4,6 @@ explorer.
 explore_windows     patches, merge blocks and windows of an image
 explore_resize      patches and merge blocks alone, as the pixel budget changes
 explore_attention   what an answer attends to, and what each patch attends to
-explore_tower       one patch from its pixels to its token
 explore_positions   a prompt with an image and a video of several sizes, lengths and rates
 explore_mrope       two tokens, their rotary angles and their score
 explore_keep_mask   the keep mask and the positions, as the pruning rate changes
@@ -13,7 +12,6 @@ explore_graph       a recorded graph step by step, with a buffer that is not ref
 explore_launches    when host and device work on each operation, eagerly and in a replay
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
-explore_costs       operations of a tower with windows and with full attention
 explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
@@ -32,7 +30,6 @@ import numpy as np
 from torch import Tensor
 
 from refvl.checks import Grid
-from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.families import load_processor, read_config
 from refvl.model import VLM
 from refvl.paths import DATA, check_clone
@@ -43,7 +40,6 @@ from refvl.positions.timestamps import VARIANTS
 from refvl.viz.explorers.assignment import AssignmentExplorer
 from refvl.viz.explorers.attention import AttentionExplorer
 from refvl.viz.explorers.base import Explorer
-from refvl.viz.explorers.costs import CostsExplorer
 from refvl.viz.explorers.deepstack import DeepstackExplorer
 from refvl.viz.explorers.evs import EvsExplorer, clip_asked, clip_of_embeddings
 from refvl.viz.explorers.families import FamiliesExplorer
@@ -52,10 +48,8 @@ from refvl.viz.explorers.launches import LaunchesExplorer
 from refvl.viz.explorers.mrope import MropeExplorer
 from refvl.viz.explorers.packing import PackingExplorer
 from refvl.viz.explorers.positions import PositionsExplorer
-from refvl.viz.explorers.rules import PositionRulesExplorer
 from refvl.viz.explorers.slices import SlicesExplorer
 from refvl.viz.explorers.timeline import TimelineExplorer
-from refvl.viz.explorers.tower import TowerExplorer
 from refvl.viz.explorers.windows import WindowsExplorer
 
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
@@ -91,14 +85,6 @@ def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> Explor
     return AttentionExplorer(model, questions)
 
 
-def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
-    """Explore one patch from its pixels through every block to its token.
-
-    Arguments as in `explore_attention`.
-    """
-    return TowerExplorer(model, questions)
-
-
 def explore_positions(
     second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
     image=PHOTO, clip=CLIP,
@@ -116,17 +102,6 @@ def explore_positions(
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
         processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}
     return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
-
-
-def explore_position_rules(image=PHOTO, clip=CLIP) -> Explorer:
-    """Explore one sliced image and one video under four position rules: those of three models, and
-    that of text.
-
-    image, clip: inputs of `load_image` and `load_video`. Needs anywidget. Raises FileNotFoundError
-    if the shipped data is not installed.
-    """
-    check_clone("explore_position_rules")
-    return PositionRulesExplorer(image, clip)
 
 
 def explore_mrope() -> Explorer:
@@ -204,18 +179,6 @@ def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int =
     if not 1 <= ranks <= max_ranks:
         raise ValueError(f"ranks: expected 1 to {max_ranks} (max_ranks), got {ranks}")
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
-
-
-def explore_costs(image=PHOTO) -> Explorer:
-    """Explore the operations of Qwen2.5-VL's tower by image size, window size and number of
-    full-attention blocks.
-
-    image: an input of `load_image`. Sizes are those of the released 7B model. Needs anywidget.
-    Raises FileNotFoundError if the shipped data is not installed.
-    """
-    check_clone("explore_costs")
-    config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
-    return CostsExplorer(image, config)
 
 
 def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:

@@ -32,12 +32,12 @@ import refvl
 from refvl import viz
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
+from refvl.viz.attention import project_colors
 from refvl.viz.explorers import Control, Explorer, module, page
 from refvl.viz.explorers.gallery import GALLERY
-from refvl.viz.explorers.tower import project_colors
 
 SCENE = DATA / "pictures" / "scene.png"
-MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
+MAX_PAGE, MAX_PICTURE = 180_000, 120_000  # bytes
 make = cache(lambda name: GALLERY[name]())
 each_explorer = pytest.mark.parametrize("name", GALLERY)
 each_picture = pytest.mark.parametrize(  # drawing takes a second each
@@ -156,10 +156,9 @@ def test_colours_are_principal_components():
 def test_an_explorer_asks_again():
     """Another image and question in the same view; the answer is the model's."""
     model, clip = shipped("tiny-qwen2_5_vl"), DATA / "clips" / "scene.mp4"
-    for explore in (viz.explore_attention, viz.explore_tower):
-        explorer = explore(model, {"first": ("What color is the circle?", SCENE)})
-        explorer.ask({"rocket": ("What is in the picture?", DATA / "pictures" / "rocket.jpg")})
-        assert "a rocket" in explorer.describe() and explorer.selected >= 0
+    explorer = viz.explore_attention(model, {"first": ("What color is the circle?", SCENE)})
+    explorer.ask({"rocket": ("What is in the picture?", DATA / "pictures" / "rocket.jpg")})
+    assert "a rocket" in explorer.describe() and explorer.selected >= 0
     explorer = viz.explore_evs(model, {"way": ("Which way does the circle move?", clip)})
     assert '"up"' in explorer.describe()
     explorer.ask({"color": ("What color is the circle?", clip)})
@@ -170,7 +169,7 @@ def test_explorers_refuse_what_they_cannot_draw(monkeypatch):
     monkeypatch.setattr("refvl.viz.explorers.watched.MAX_PATCHES", 30)
     model, other = shipped("tiny-qwen2_5_vl"), shipped("tiny-minicpmv-4_5")
     with pytest.raises(ValueError, match=r"questions\['large'\]: expected an image of at most 30 patches, got 36"):
-        viz.explore_tower(model, {"large": ("Why?", SCENE)})
+        viz.explore_attention(model, {"large": ("Why?", SCENE)})
     with pytest.raises(ValueError, match="model: expected a family with grids of patches, got MiniCPM-V 4.5"):
         viz.explore_attention(other, {"one": ("Why?", SCENE)})
 

@@ -1,5 +1,5 @@
-// The prompt and the image under a new token's attention, every layer and head at once, and a patch's attention in
-// the tower with the borders of its windows.
+// The image and the prompt under a new token's attention, every layer and head at once, and one patch through the tower:
+// its attention in every block, with the borders of windows.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -19,12 +19,11 @@ export default explorer(view => {
   const language = (layer, head) => slice(asked().language, token(), layer, head).subarray(0, asked().length + token());
   const weights = () => language(view.place("layer"), view.place("head"));
   const picture = all => all.subarray(asked().span[0], asked().span[0] + asked().span[1]);
-  const tower = patch => slice(asked().tower, view.place("block"), view.place("tower_head"), patch);
-  const segments = () => slice(asked().segments, view.place("block"));
-  const corner = patch => [asked().patches[2 * patch + 1] * cell(), asked().patches[2 * patch] * cell()];
+  const blocks = () => asked().tower.shape[0], tower = (block, patch) => slice(asked().tower, block, patch);
+  const segments = block => slice(asked().segments, block), windowed = block => segments(block).some(s => s !== segments(block)[0]);
+  const corner = (patch, c = cell()) => [asked().patches[2 * patch + 1] * c, asked().patches[2 * patch] * c];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const named = control => (view.option(control) === "mean" ? "the average head" : `head ${view.option(control)}`);
-  const windowed = () => segments().some(s => s !== segments()[0]);
   const sum = values => values.reduce((a, b) => a + b, 0);
 
   const found = new WeakMap();  // per question, the patch at each cell of the grid
@@ -47,8 +46,7 @@ export default explorer(view => {
     pen.strokeStyle = view.colors.surface; pen.lineWidth = 3; pen.strokeText(text, x, y);
     pen.fillStyle = view.colors.ink; pen.fillText(text, x, y);
   }
-  function frame(pen, patch, side, color) {
-    const [x, y] = corner(patch);
+  function frame(pen, [x, y], side, color) {
     pen.strokeStyle = "#fff"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
     pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
@@ -64,37 +62,9 @@ export default explorer(view => {
       looked.forEach((part, t) => dim(pen, `token ${t}`, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
       if (side >= 40) looked.forEach((part, t) =>
         label(pen, percent(part / FULL), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
-      if (view.item >= 0) frame(pen, token_of(view.item) * merge() ** 2, side, view.colors.highlight);
+      if (view.item >= 0) frame(pen, corner(token_of(view.item) * merge() ** 2), side, view.colors.highlight);
     },
   });
-
-  const seeing = { name: () => {
-      return `Before there are tokens, patches attend to each other in the tower (the image encoder). Block ${view.option("block")} ` +
-        `(${windowed() ? "windows" : "full attention"}), ${named("tower_head")}: ` +
-        (view.item < 0 ? "point at a patch" : "the framed patch attends to the patches that are not faded") + (windowed() ? ". Thick lines: window borders" : "");
-    },
-    size, at, step,
-    draw(pen, width, height) {
-      pen.drawImage(asked().photo, 0, 0, width, height);
-      const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
-      seen.forEach((part, patch) => dim(pen, `patch ${patch}`, ...corner(patch), c, part, most));
-      pen.beginPath(); pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
-      for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
-      for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
-      pen.stroke();
-      const windows = segments();
-      for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {  // borders between windows
-        pen.beginPath(); pen.strokeStyle = color; pen.lineWidth = thickness;
-        windows.forEach((segment, patch) => {
-          const [x, y] = corner(patch), right = step(patch, 1, 0), below = step(patch, 0, 1);
-          if (right >= 0 && windows[right] !== segment) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
-          if (below >= 0 && windows[below] !== segment) { pen.moveTo(x, y + c); pen.lineTo(x + c, y + c); }
-        });
-        pen.stroke();
-      }
-      if (view.item >= 0) frame(pen, view.item, c, "#000");
-    },
-  };
 
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
@@ -134,8 +104,38 @@ export default explorer(view => {
     },
   });
 
-  view.column("3. Before that: inside the image encoder (tower)");
-  view.canvas(seeing);
+  // a patch in every block of the tower, two or four maps in a line
+  const across = () => (blocks() > 4 ? 4 : 2), MAP = () => (W() - 14 * (across() - 1)) / across(), HEAD = 20;
+  const tall = () => MAP() * size()[1] / size()[0] + HEAD + 8, tiny = () => cell() * MAP() / W();
+  const spot = block => [(block % across()) * (MAP() + 14), Math.floor(block / across()) * tall() + HEAD];
+  view.column("3. Before that: a patch in the encoder");
+  view.canvas({
+    name: () => `Before there are tokens, patches attend to each other in the ${blocks()} blocks of the encoder. The framed patch attends ` +
+      "to the patches that are not faded, and never across a thick line, the border of a window. Choose a different patch",
+    size: () => [W(), Math.ceil(blocks() / across()) * tall()],
+    at: (x, y) => patch_at(Math.floor((x % (MAP() + 14)) / tiny()), Math.floor((y % tall() - HEAD) / tiny())),
+    step,
+    draw(pen) {
+      const c = tiny(), lines = (color, thickness, add) => {
+        pen.beginPath(); pen.strokeStyle = color; pen.lineWidth = thickness; add((x, y, dx, dy) => { pen.moveTo(x, y); pen.lineTo(x + dx, y + dy); }); pen.stroke();
+      };
+      for (let block = 0; block < blocks(); block++) {
+        const windows = segments(block), seen = view.item < 0 ? [] : tower(block, view.item), most = Math.max(...seen);
+        pen.save(); pen.translate(...spot(block));
+        pen.fillStyle = view.colors.ink; pen.font = "12px sans-serif"; pen.textBaseline = "bottom"; pen.textAlign = "left";
+        pen.fillText(`block ${block}: ${windowed(block) ? "windows" : "whole image"}`, 0, -4, MAP());
+        pen.drawImage(asked().photo, 0, 0, MAP(), MAP() * size()[1] / size()[0]);
+        seen.forEach((part, patch) => dim(pen, `patch ${block} ${patch}`, ...corner(patch, c), c + 0.5, part, most));
+        for (const [color, thickness] of [["#000", 4], ["#fff", 2]]) lines(color, thickness, line => windows.forEach((segment, patch) => {
+          const [x, y] = corner(patch, c), right = step(patch, 1, 0), below = step(patch, 0, 1);
+          if (right >= 0 && windows[right] !== segment) line(x + c, y, 0, c);
+          if (below >= 0 && windows[below] !== segment) line(x, y + c, c, 0);
+        }));
+        if (view.item >= 0) frame(pen, corner(view.item, c), c, "#000");
+        pen.restore();
+      }
+    },
+  });
 
   view.column();
   view.canvas({
@@ -169,20 +169,17 @@ export default explorer(view => {
     const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2);
     return `the patch in row ${row}, column ${column} is part of token ${t}, which gets ${percent(picture(weights())[t] / FULL)} of this head's attention`;
   }, () => {
-    const seen = tower(view.item);
-    const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
-    const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
-    return `Block ${view.option("block")} of the tower: patch ${view.item} attends most to the patch in row ${other[0]}, column ${other[1]} (${percent(seen[best] / BYTE)})` +
-      `${windowed() ? `; ${percent(Math.min(1, own / BYTE))} of its attention stays in its own window` : ""}. All numbers start at 0. The answer is "${asked().text}"`;
+    const best = Array.from({ length: blocks() }, (_, block) => {
+      const seen = tower(block, view.item), most = Math.max(...seen), at = seen.indexOf(most);
+      return `block ${block} in row ${asked().patches[2 * at]}, column ${asked().patches[2 * at + 1]} (${percent(most / BYTE)})`;
+    });
+    return `The patch attends most to the patch of ${best.join(", of ")}. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,
-    read: () => {
-      const all = slice(asked().tower, view.place("block"), view.place("tower_head"));
-      return {
-        question: view.place("question"), token: token(), layer: view.place("layer"), head: view.place("head"),
-        weights: weights(), segments: segments(), tower: all,
-      };
-    },
+    read: () => ({
+      question: view.place("question"), token: token(), layer: view.place("layer"), head: view.place("head"),
+      weights: weights(), segments: asked().segments, tower: asked().tower,
+    }),
   };
 });

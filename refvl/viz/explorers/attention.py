@@ -15,12 +15,7 @@ from refvl.viz.attention import plot_attention
 from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
-LABELS = {
-    "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
-    "block": "encoder block", "tower_head": "encoder head",
-}  # fmt: skip
-MENUS = ("question", "token", "head", "tower_head")
-RARE = ("token", "block", "tower_head")
+LABELS = {"question": "question", "token": "word of the answer", "layer": "layer", "head": "head"}
 
 
 class AttentionExplorer(WatchedExplorer):
@@ -40,21 +35,19 @@ class AttentionExplorer(WatchedExplorer):
             "token": list(range(1, max(len(w.answer) for w in watched) + 1)),
             "layer": [i for i, weights in enumerate(first.attentions) if weights is not None],
             "head": ["mean", *range(text.num_attention_heads)],
-            "block": list(range(len(first.tower_attentions))),
-            "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
         }
         controls = [
-            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider", rare=name in RARE)
+            Control(name, LABELS[name], options, kind="slider" if name == "layer" else "menu", rare=name == "token")
             for name, options in offered.items()
         ]
         every = itertools.product(*offered.values())
-        layer, block = (offered[name][len(offered[name]) // 2] for name in ("layer", "block"))
+        layer = offered["layer"][len(offered["layer"]) // 2]
         shorter = min(len(w.answer) for w in watched) < offered["token"][-1]
         return {
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (next(iter(questions)), 1, layer, _finder(watched[0], layer), block, "mean"),
+            "start": (next(iter(questions)), 1, layer, _finder(watched[0], layer)),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
@@ -72,34 +65,39 @@ class AttentionExplorer(WatchedExplorer):
                       for i, token in enumerate(read)],
             # (T, layers, 1 + H, Q)
             "language": in_steps(mean_first(rows_LHTQ.transpose(0, 1)).permute(2, 1, 0, 3), FINE),
-            "tower": in_steps(torch.stack([mean_first(dense(block)) for block in trace.tower_attentions])),
+            # (blocks, N, N)
+            "tower": in_steps(torch.stack([dense(block).mean(0) for block in trace.tower_attentions])),
             "segments": torch.stack([w.segments(block) for block in range(len(trace.tower_attentions))]),
         }  # fmt: skip
 
     def row(self, index: int) -> dict[str, Any]:
-        question, token, layer, head, block, tower_head = self.states[index]
+        question, token, layer, head = self.states[index]
         number = list(self.watched).index(question)
         shown = self.shared["questions"][number]
         return {
             "question": number, "token": token - 1, "layer": layer, "head": _place(head),
             "weights": shown["language"][token - 1, layer, _place(head), : shown["length"] + token - 1],
-            "tower": shown["tower"][block, _place(tower_head)], "segments": shown["segments"][block],
+            "tower": shown["tower"], "segments": shown["segments"],
         }  # fmt: skip
 
     def figure(self) -> Figure:
         o, w = self.options, self.watched[self.options["question"]]
         h, width = (side // w.merge for side in w.grid)
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.6), layout="constrained")
+        blocks = range(len(w.trace.tower_attentions))
+        figure = plt.figure(figsize=(8.4, 4.4), layout="constrained")
+        left, right = figure.subfigures(1, 2)
         title = f'{w.prompt}\n"{w.answer[o["token"] - 1]}": layer {o["layer"]}, {_named(o["head"])}'
-        plot_attention(w.picture, looked.reshape(h, width), title=title, ax=left)
-        weights = mean_first(dense(w.trace.tower_attentions[o["block"]]))[_place(o["tower_head"])]
+        plot_attention(w.picture, looked.reshape(h, width), title=title, ax=left.subplots())
         patch = max(self.selected, 0)
-        plot_attention(
-            w.picture, w.on_grid(weights[patch]), patch=tuple(w.patches[patch].tolist()),
-            segments_HW=w.on_grid(w.segments(o["block"])),
-            title=f"patch {patch} of the tower\nblock {o['block']}, {_named(o['tower_head'])}", ax=right,
-        )  # fmt: skip
+        maps = right.subplots(-(-len(blocks) // 2), 2, squeeze=False).flat
+        for block, ax in zip(blocks, maps, strict=False):
+            weights = w.on_grid(dense(w.trace.tower_attentions[block]).mean(0)[patch])
+            segments = w.segments(block)
+            plot_attention(
+                w.picture, weights, patch=tuple(w.patches[patch].tolist()), segments_HW=w.on_grid(segments),
+                title=f"block {block}: {'windows' if segments.any() else 'full'}", ax=ax,
+            )  # fmt: skip
         return figure
 
     def describe(self) -> str:

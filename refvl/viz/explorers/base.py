@@ -161,6 +161,13 @@ class Explorer(anywidget.AnyWidget):
         """Return the current state as a figure that needs no script."""
         raise NotImplementedError(f"{type(self).__name__}.figure")
 
+    def still(self) -> bytes:
+        """Return the figure as a PNG."""
+        figure = self.figure()
+        picture = png_of(figure)
+        plt.close(figure)
+        return picture
+
     def describe(self) -> str:
         """Describe the current state in plain text."""
         return f"{self.title}: " + ", ".join(f"{c['label']} {self.options[c['name']]}" for c in self.controls) + "."
@@ -170,9 +177,7 @@ class Explorer(anywidget.AnyWidget):
         and a text for those without images.
         """
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        figure = self.figure()
-        picture = base64.b64encode(png_of(figure)).decode()
-        plt.close(figure)
+        picture = base64.b64encode(self.still()).decode()
         text = self.describe()
         return data | {"image/png": picture, "text/plain": text}, metadata | {"image/png": {"alt": text}}
 

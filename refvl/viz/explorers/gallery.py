@@ -17,7 +17,7 @@ from refvl.viz import explore
 from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 
-SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
+SCENE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # the patches of images, in order of arrival
 
 
@@ -56,16 +56,10 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "families": lambda: explore.explore_families(json.loads((DATA / "measurements/families.json").read_text())),
     "positions": explore.explore_positions,
-    "rules": explore.explore_position_rules,
     "mrope": explore.explore_mrope,
     "attention": lambda: explore.explore_attention(
         small_model(), about(SCENE, "What color is the circle?", "What shape is in the center?", "Where is the square?")
     ),
-    "tower": lambda: explore.explore_tower(
-        small_model(),
-        {"a scene": ("What shape is in the center?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
-    ),
-    "costs": explore.explore_costs,
     "deepstack": lambda: explore.explore_deepstack(
         small_model("tiny-qwen3_vl"),
         {
