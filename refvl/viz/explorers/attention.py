@@ -13,7 +13,15 @@ from matplotlib.figure import Figure
 from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_attention
 from refvl.viz.explorers.base import Control, module, photo
-from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
+from refvl.viz.explorers.watched import (
+    FINE,
+    Watched,
+    WatchedExplorer,
+    dense,
+    in_steps,
+    mean_first,
+    word_of,
+)
 
 LABELS = {"question": "question", "token": "word of the answer", "layer": "layer", "head": "head"}
 
@@ -37,7 +45,13 @@ class AttentionExplorer(WatchedExplorer):
             "head": ["mean", *range(text.num_attention_heads)],
         }
         controls = [
-            Control(name, LABELS[name], options, kind="slider" if name == "layer" else "menu", rare=name == "token")
+            Control(
+                name,
+                LABELS[name],
+                options,
+                kind="slider" if name == "layer" else "menu",
+                rare=name == "token",
+            )
             for name, options in offered.items()
         ]
         every = itertools.product(*offered.values())
@@ -86,7 +100,8 @@ class AttentionExplorer(WatchedExplorer):
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
         blocks = range(len(w.trace.tower_attentions))
         figure = plt.figure(figsize=(8.4, 4.4), layout="constrained")
-        left, right = figure.subfigures(1, 2)
+        halves: Any = figure.subfigures(1, 2)
+        left, right = halves
         title = f'{w.prompt}\n"{w.answer[o["token"] - 1]}": layer {o["layer"]}, {_named(o["head"])}'
         plot_attention(w.picture, looked.reshape(h, width), title=title, ax=left.subplots())
         patch = max(self.selected, 0)

@@ -13,7 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.checks import Grid
-from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions, restrict_positions
+from refvl.positions import (
+    MediaSpan,
+    compute_retention_mask,
+    get_mrope_input_positions,
+    restrict_positions,
+)
 from refvl.study.watch import probabilities
 from refvl.viz.evs import plot_keep_mask
 from refvl.viz.explorers.base import Control, Explorer, module, photo
@@ -59,10 +64,19 @@ class EvsExplorer(Explorer):
             for number, clip in enumerate(clips)
             for rate, row in clip["rows"].items()
         }
-        start = min((state for state in states if state[0] == clips[0]["name"]), key=lambda state: abs(state[1] - q))
+        start = min(
+            (state for state in states if state[0] == clips[0]["name"]),
+            key=lambda state: abs(state[1] - q),
+        )
         controls = [
             Control("clip", "question", [clip["name"] for clip in clips], kind="menu"),
-            Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player", plays="prune more"),
+            Control(
+                "q",
+                "pruning rate q",
+                sorted({rate for _, rate in states}),
+                kind="player",
+                plays="prune more",
+            ),
         ]
         first = len(clips) == 1  # then there is no video to choose
         return {
@@ -133,11 +147,25 @@ def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
 
 def _row(keep_M: Tensor, keep_L: Tensor, full_positions: Tensor) -> dict[str, Any]:
     positions, delta = restrict_positions(full_positions, keep_L)
-    return {"keep": keep_M, "kept": keep_L, "positions": positions, "delta": delta, "tokens": positions.shape[1]}
+    return {
+        "keep": keep_M,
+        "kept": keep_L,
+        "positions": positions,
+        "delta": delta,
+        "tokens": positions.shape[1],
+    }
 
 
 def _clip(
-    name: str, frames: np.ndarray, thw: Grid, positions, is_clip, rows: dict, *, prompt: str, words: list
+    name: str,
+    frames: np.ndarray,
+    thw: Grid,
+    positions,
+    is_clip,
+    rows: dict,
+    *,
+    prompt: str,
+    words: list,
 ) -> dict:
     per_step = -(-len(frames) // thw[0])
     shared = {

@@ -91,7 +91,10 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
     its result's shape and the buffers that it reads.
     """
     assert isinstance(captured.graph, TraceGraph)
-    operations, buffers = captured.graph.operations, {name: captured.buffers[name] for name in names}
+    operations, buffers = (
+        captured.graph.operations,
+        {name: captured.buffers[name] for name in names},
+    )
     return {
         "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
         "groups": group_operations(operations, encoder),

@@ -109,7 +109,10 @@ class PackingExplorer(Explorer):
         (name, _, arrived, policy), row = self.states[self.index], self.row(self.index)
         replays = sum(replay["budget"] > 0 for replay in row["replays"])
         rule = "either policy" if policy == EITHER else f"the {policy} policy"
-        images, budgets = f"{arrived} image{'s' * (arrived > 1)}", ", ".join(map(str, row["budgets"]))
+        images, budgets = (
+            f"{arrived} image{'s' * (arrived > 1)}",
+            ", ".join(map(str, row["budgets"])),
+        )
         return (
             f"{images} ({name}), packed by {rule}, take{'s' * (arrived == 1)} {replays} replay{'s' * (replays != 1)}, "
             f"with {row['wastes'][len(row['budgets']) - 1]:.0%} padding. The captured graphs hold {budgets} tokens."
