@@ -5,6 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+# Notebook 17: what becomes of each function in its five models. s: survives, c: changes, -: gone
+FAMILIES = ("cs-sssscs", "cs-sssscs", "-s--s---s", "-ss-ssc-s", "-s--s---s")
+
 
 def target_size(height, width, factor, min_pixels, max_pixels):
     new_height, new_width = (round(side / factor) * factor for side in (height, width))

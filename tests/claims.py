@@ -3,11 +3,12 @@
 A notebook may have a cell of code tagged `parameters` (papermill's convention), with one assignment
 a line:
 
-    first = 0  # the first scene; tried: 100, 200, 300; range: 0..100000; breaks: 7
+    first = 0  # the first scene; tried: 100, 200, 300; range: 0..100000
 
 Set i takes the i-th value that was tried of each parameter, and every assertion of the notebook has
-to hold; so it has to with values drawn from the ranges (`make falsify`). With a value that breaks,
-and the others as they are, an assertion has to fail: the notebook's "Try to break it" says which.
+to hold; so it has to with values drawn from the ranges (`make falsify`). The cell's metadata lists
+values that break a claim, so that a reader can guess first: `"breaks": {"first": "7"}`. With such a
+value, and the others as they are, an assertion has to fail: "Try to break it" says which.
 """
 
 import ast
@@ -35,21 +36,20 @@ class Parameters:
         """Those of a notebook, None if it has no such cell."""
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
         tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
-        return cls.parse("".join(tagged[0]["source"])) if tagged else None
+        return cls.parse("".join(tagged[0]["source"]), tagged[0]["metadata"].get("breaks", {})) if tagged else None
 
     @classmethod
-    def parse(cls, source: str) -> "Parameters":
+    def parse(cls, source: str, breaks: dict[str, str]) -> "Parameters":
         """
-        >>> Parameters.parse("first = 0  # a scene; tried: 1, 2, 3; breaks: 7").breaks
+        >>> Parameters.parse("first = 0  # a scene; tried: 1, 2, 3", {"first": "7"}).breaks
         {'first': (7,)}
         """
-        parameters = cls()
+        parameters = cls(breaks={name: ast.literal_eval(f"({values},)") for name, values in breaks.items()})
         for line in source.splitlines():
             name, value, comment = re.fullmatch(r"(\w+) = (.+?)  # (.+)", line).groups()
             parameters.committed[name] = ast.literal_eval(value)
-            for kind in ("tried", "breaks"):
-                if found := re.search(rf"; {kind}: ([^;]+)", comment):
-                    getattr(parameters, kind)[name] = ast.literal_eval(f"({found[1]},)")
+            if found := re.search(r"; tried: ([^;]+)", comment):
+                parameters.tried[name] = ast.literal_eval(f"({found[1]},)")
             if found := re.search(r"; range: (\S+?)\.\.([^\s;]+)", comment):
                 parameters.ranges[name] = tuple(map(ast.literal_eval, found.groups()))
         return parameters
@@ -61,7 +61,7 @@ class Parameters:
         """Values drawn uniformly from the ranges, with three decimals, and of the others, values that
         were tried.
 
-        >>> Parameters.parse("first = 0  # a scene; tried: 1; range: 4..4").drawn("2027-01-01")
+        >>> Parameters.parse("first = 0  # a scene; tried: 1; range: 4..4", {}).drawn("2027-01-01")
         {'first': 4}
         """
         rng, values = random.Random(seed), dict[str, Any]()
