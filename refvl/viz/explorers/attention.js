@@ -51,6 +51,11 @@ export default explorer(view => {
     pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
 
+  view.title(() => {
+    const looked = picture(weights()), all = sum(looked) / FULL, most = Math.max(...looked) / FULL;
+    return `To say "${asked().answer[token()]}", ${named("head")} of layer ${view.option("layer")} gives ` +
+      (all < 0.1 ? `${percent(1 - all)} of its attention to the text` : `${percent(all)} of its attention to the image, ${percent(most)} to one token`);
+  });
   view.column("1. From the answer to the image");
   view.canvas({
     name: () => `"${asked().prompt}" When the model chose "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +

@@ -24,6 +24,8 @@ export default explorer(view => {
     }
     return -1;
   }
+  view.title(() => `${percent(1 - sum(view.row.keep) / count())} of the video's tokens are dropped` +
+    (clip().words.length ? `, and the model answers "${view.row.answer.length > 40 ? `${view.row.answer.slice(0, 38)} ...` : view.row.answer}"` : ""));
   view.canvas({
     name: () => `${clip().prompt || "A video."} At q = ${view.option("q")}, EVS keeps ${sum(view.row.keep)} of ${count()} tokens; the others are faded`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
@@ -109,13 +111,13 @@ export default explorer(view => {
       });
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
       let lowest = -Infinity;  // names are at the ends of their lines and never overlap
-      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, ...STROKES[i], clip().curves.at(-1)[i]]).sort((a, b) => a[0] - b[0]);
-      ends.forEach(([y, word, color, dashes, part], i) => {  // and a thin line leads to each
+      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0], clip().curves.at(-1)[i]]).sort((a, b) => a[0] - b[0]);
+      ends.forEach(([y, word, color, part], i) => {  // and a thin gray line leads to each
         lowest = Math.min(Math.max(y, lowest + 17), height - 24 - 17 * (ends.length - 1 - i));
         const from = across(last_rate());
-        pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = 2; pen.setLineDash(dashes);
-        pen.beginPath(); pen.moveTo(from, y); pen.lineTo(from + 14, lowest); pen.lineTo(from + 32, lowest); pen.stroke(); pen.setLineDash([]);
-        pen.fillText(`${word.slice(0, 10)} ${percent(part)}`, from + 36, lowest);
+        pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.fillStyle = view.colors[color];
+        pen.beginPath(); pen.moveTo(from + 3, y); pen.lineTo(from + 14, lowest); pen.stroke();
+        pen.fillText(`${word.slice(0, 10)} ${percent(part)}`, from + 18, lowest);
       });
       const first = clip().curves[0].indexOf(Math.max(...clip().curves[0]));  // and the name of the answer's line is at its start, too
       pen.fillStyle = view.colors[STROKES[first][0]]; pen.fillText(`the answer "${clip().words[first]}"`, LEFT + 6, high(clip().curves[0][first]) + 14);

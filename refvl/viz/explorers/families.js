@@ -35,6 +35,10 @@ export default explorer(view => {
     return [Math.min(...values), Math.max(...values)];
   }
 
+  view.title(() => {
+    const sorted = Object.entries(here()).sort((a, b) => a[1].tokens - b[1].tokens), [few, many] = [sorted[0], sorted.at(-1)];
+    return `${view.option("kind") === "image" ? "A square image" : "A video"} of ${view.option("size")} becomes ${shown("tokens", few[1].tokens)} tokens in ${few[0]} and ${shown("tokens", many[1].tokens)} in ${many[0]}`;
+  });
   const most = measure => Math.max(...Object.values(here()).map(costs => costs[measure]));
   const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
   const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : Math.min(150, (wide() - NAME) / COLUMNS.length));

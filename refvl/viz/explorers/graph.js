@@ -16,6 +16,13 @@ export default explorer(view => {
   const percent = share => `${(100 * share).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
   const wrong = () => view.row.operations.findIndex(v => v > 0);
 
+  view.title(() => {
+    const { answer } = view.row, { right } = view.shared, bad = view.row.operations.filter(v => v > 0).length;
+    if (stale() < 0) return `${kinds.length} operations were recorded, and every buffer holds the current image's data: "${answer}" is correct`;
+    return `The buffer ${buffers[stale()].name} still holds the previous image's data: ${bad} of ${kinds.length} operations have incorrect results, and the model says ` +
+      (answer === right ? `"${answer}" all the same` : `"${answer}" instead of "${right}"`);
+  });
+
   // the axis of the errors, next to the short second line: a bar for each power of ten
   function scale(pen) {
     const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 5), bottom = LINE() + 2 + CELL();

@@ -24,6 +24,10 @@ export default explorer(view => {
     return -1;
   };
 
+  view.title(() => {
+    const gain = end("eager") / end("replay"), why = view.row.idle > 0.02 ? `the device waits ${Math.round(100 * view.row.idle)} % of the time for its next launch` : "the device never waits";
+    return `In an eager run, ${why}; a replay with one launch is ${gain.toFixed(1)} times as fast`;
+  });
   view.canvas({
     name: () => `${titles().join("; ")}`,
     caption: () => "Time runs to the right. Each bar is one launch (gray) or one operation on the device",

@@ -1,8 +1,8 @@
-// The key's position, the score at every other position, and the angle between query and key in one rotary pair and in all.
+// Two tokens at their positions, the score that is left by the distance on each axis, and the angle between query and key in one rotary pair and in all.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const MARGIN = 24, LEGEND = 44, NAMES = ["t", "h", "w"];
+  const MARGIN = 24, NAMES = ["t", "h", "w"];
   const CELL = () => Math.floor((view.fit(340) - MARGIN) / 13);
   const here = () => [view.place("sections"), view.place("theta")];
   const of = what => view.shared[what][here()[0]][here()[1]];
@@ -16,19 +16,15 @@ export default explorer(view => {
 
   const words = axis => view.colors[`${NAMES[axis]}_text`] ?? view.colors[NAMES[axis]];
 
-  // every score of the map, and its range
-  function scores() {
-    const [, rows, columns] = sizes(), all = Array.from({ length: rows * columns },
-      (_, i) => score([key()[0], Math.floor(i / columns), i % columns]));
-    return { all, low: Math.min(...all), high: Math.max(...all) };
-  }
+  const apart_on = () => NAMES.filter((_, axis) => key()[axis] !== query()[axis]);
+  view.title(() => apart_on().length
+    ? `Query and key are equal vectors, but differ in ${apart_on().join(" and ")}: these pairs are rotated apart, and the score is ${score(key()).toFixed(2)} instead of 1`
+    : "Query and key are equal vectors at the same position: no pair is rotated apart, and the score is 1");
   view.column();
   view.canvas({
-    name: () => `score of a key at every h (down) and w (across), at t = ${key()[0]}; the query ○ is at ` +
-      `t, h, w = ${query().join(", ")}; drag the key ✕`,
-    caption: () => `The score of the query ○ with a key ✕ at every h (down) and w (across), at t = ${key()[0]}. ` +
-      `The query stays at t, h, w = ${query().join(", ")}; drag the key. The colours span only ${scores().low.toFixed(2)} to ${scores().high.toFixed(2)}`,
-    size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + LEGEND],
+    name: () => `the positions of two tokens: query ○ at t, h, w = ${query().join(", ")}, key ✕ at ${key().join(", ")}; drag the key`,
+    caption: () => "Two tokens on the grid of positions h (down) and w (across). Arrows: how far the key ✕ is from the query ○. Drag the key",
+    size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + 2],
     drag(x, y) {
       [x, y].forEach((v, i) => {
         const name = NAMES[2 - i], last = view.options(name).length - 1;
@@ -39,37 +35,38 @@ export default explorer(view => {
       const [, h, w] = key().map(v => MARGIN + (v + 0.5) * CELL());
       return Math.hypot(x - w, y - h) < 30;
     },
-    draw(pen, width) {
-      const [, h, w] = key(), [, rows, columns] = sizes(), { all, low, high } = scores(), c = CELL();
-      const tone = value => view.colors.sequence((value - low) / (high - low || 1));
+    draw(pen) {
+      const [, rows, columns] = sizes(), c = CELL(), middle = v => (v + 0.5) * c, [t, h, w] = key();
       pen.translate(MARGIN, MARGIN);
-      all.forEach((value, i) => {
-        pen.fillStyle = tone(value); pen.fillRect((i % columns) * c, Math.floor(i / columns) * c, c - 1, c - 1);
-      });
+      pen.fillStyle = view.colors.empty;
+      for (let i = 0; i < rows * columns; i++) pen.fillRect((i % columns) * c, Math.floor(i / columns) * c, c - 1, c - 1);
       pen.textAlign = "center"; pen.textBaseline = "middle"; pen.fillStyle = words(2);
-      for (let j = 0; j < columns; j += 3) pen.fillText(j ? j : "w 0", (j + 0.5) * c, -10);
+      for (let j = 0; j < columns; j += 3) pen.fillText(j ? j : "w 0", middle(j), -10);
       pen.fillStyle = words(1);
-      for (let i = 0; i < rows; i += 3) pen.fillText(i ? i : "h 0", -12, (i + 0.5) * c);
-      const top = rows * c + 12, wide = columns * c;
-      for (let i = 0; i < wide; i++) { pen.fillStyle = view.colors.sequence(i / wide); pen.fillRect(i, top, 1.5, 10); }
-      pen.fillStyle = view.colors.ink; pen.textBaseline = "top";
-      pen.textAlign = "left"; pen.fillText(low.toFixed(2), 0, top + 14); pen.textAlign = "right"; pen.fillText(high.toFixed(2), wide, top + 14);
-      pen.textAlign = "center"; pen.fillText("score", wide / 2, top + 14);
-      const [mh, mw] = [view.ease("h", h), view.ease("w", w)];
-      const mark = (row, column, draw) => [["#000", 6], ["#fff", 3]].forEach(([style, thick]) => {
-        pen.strokeStyle = style; pen.lineWidth = thick; pen.beginPath();
-        draw((column + 0.5) * c, (row + 0.5) * c); pen.stroke();
+      for (let i = 0; i < rows; i += 3) pen.fillText(i ? i : "h 0", -12, middle(i));
+      const [y, x] = [view.ease("h", h), view.ease("w", w)].map(middle), [from_y, from_x] = [query()[1], query()[2]].map(middle);
+      const label = (axis, text, left, top) => {
+        pen.font = "bold 13px sans-serif"; pen.lineWidth = 4; pen.strokeStyle = view.colors.empty; pen.strokeText(text, left, top);
+        pen.fillStyle = words(axis); pen.fillText(text, left, top);
+      };
+      const far = axis => `${NAMES[axis]} ${key()[axis] > query()[axis] ? "+" : "−"}${Math.abs(key()[axis] - query()[axis])}`;
+      [[2, from_x, from_y, x, from_y], [1, x, from_y, x, y]].forEach(([axis, ...line]) => {
+        if (key()[axis] === query()[axis]) return;
+        pen.strokeStyle = view.colors[NAMES[axis]]; pen.lineWidth = 4; pen.beginPath(); pen.moveTo(line[0], line[1]); pen.lineTo(line[2], line[3]); pen.stroke();
+        label(axis, far(axis), (line[0] + line[2]) / 2 + (axis === 1 ? (x < columns * c / 2 ? 24 : -24) : 0), (line[1] + line[3]) / 2 + (axis === 2 ? (h > query()[1] ? -14 : 14) : 0));
       });
-      mark(query()[1], query()[2], (x, y) => pen.arc(x, y, 7, 0, 7));
-      mark(mh, mw, (x, y) => {
-        pen.moveTo(x - 6, y - 6); pen.lineTo(x + 6, y + 6); pen.moveTo(x + 6, y - 6); pen.lineTo(x - 6, y + 6);
-      });
+      if (t !== query()[0]) label(0, far(0), x, y + (y > rows * c / 2 ? -22 : 22));
+      for (const [at_x, at_y, sign] of [[from_x, from_y, "○"], [x, y, "✕"]]) {
+        pen.fillStyle = view.colors.surface; pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
+        pen.beginPath(); pen.arc(at_x, at_y, 10, 0, 7); pen.fill(); pen.stroke();
+        pen.fillStyle = view.colors.ink; pen.font = "bold 13px sans-serif"; pen.fillText(sign, at_x, at_y + 1);
+      }
     },
   });
 
   view.canvas({
     name: () => `score ${score(key()).toFixed(3)}: the contribution of each axis`,
-    caption: () => `Score ${score(key()).toFixed(3)}: the sum over the three axes. Outline: the contribution of an axis if query and key have the same position`,
+    caption: () => `The score of query and key is ${score(key()).toFixed(3)}, the sum of the three bars. Outline: the contribution of an axis if query and key have the same position; the outlines add up to 1`,
     size: () => [MARGIN + sizes()[2] * CELL(), 88],
     draw(pen, width) {
       pen.textBaseline = "middle";

@@ -43,6 +43,10 @@ export default explorer(view => {
     pen.stroke(); pen.restore();
   }
 
+  view.title(() => {
+    const replays = view.row.replays.filter(r => r.budget).length, eager = view.row.replays.length - replays;
+    return `${several(tokens().length, "image")} share ${several(replays, "replay")}${eager ? `, and ${eager} ran without a graph` : ""}; ${percent(view.row.wastes[view.row.budgets.length - 1])} of the computation is padding`;
+  });
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
   const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({

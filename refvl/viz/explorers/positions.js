@@ -17,6 +17,10 @@ export default explorer(view => {
 
   const words = axis => view.colors[`${axis}_text`] ?? view.colors[axis];
 
+  view.title(() => view.row.other
+    ? `Solid: ${view.option("family")} continues with text ${count()} at position ${count() + view.row.delta}. Dashed, the rule compared: at ${count() + view.row.other_delta}`
+    : `The prompt has ${count()} tokens, but the next text stands at position ${count() + view.row.delta}: the tokens of an image share positions`);
+
   // the lines up to the token `until`: the part that the model has read so far
   function line(pen, table, axis, until) {
     const half = (WIDTH() - LEFT) / many() / 2;

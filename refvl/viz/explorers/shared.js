@@ -14,6 +14,7 @@
 //                                                        // screens a finger drags sideways; scrolling changes nothing
 //       grab: (x, y) => x < 22,                          // where a finger may start to drag in both directions
 //     });
+//     view.title(() => "What the drawing shows now");   // a sentence above it
 //     view.readout(() => `token ${view.item}`,           // describes the item, below; called if item >= 0
 //       () => "its exact numbers");                      // optional: folded below that
 //     return { count: () => 12, read: () => view.row };  // the number of items; the numbers behind the drawing
@@ -48,12 +49,16 @@ const STYLE = `
 .refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
 .refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 14px; text-wrap: pretty; }
+.refvl .shows { margin: 0 0 10px; font-size: 18px; font-weight: 600; text-wrap: balance; } .refvl .shows:empty { display: none; }
 .refvl figcaption::first-letter { text-transform: uppercase; }
 .refvl .readout { display: block; min-height: 1.45em; margin-top: 8px; } .refvl .readout::first-letter, .refvl .numbers p::first-letter { text-transform: uppercase; }
 @media (pointer: coarse), (max-width: 600px) {
-  .refvl label { flex-wrap: wrap; gap: 0 8px; } .refvl label > span { flex-basis: 100%; }
-  .refvl input[type=range] { width: 200px; flex: 0 1 auto; }
+  .refvl input[type=range] { flex: 1 1 120px; min-width: 44px; }
   .refvl input[type=range], .refvl select, .refvl button { min-height: 44px; min-width: 44px; } .refvl summary { line-height: 44px; }
+}
+@media (max-width: 600px) {  /* the controls stay beside what they change */
+  .refvl > .controls { position: sticky; top: 0; z-index: 1; gap: 0 16px; margin: 0 0 8px; max-height: 45vh; overflow: auto; background: var(--surface); border-bottom: 1px solid var(--line); }
+  .refvl > .controls label { font-size: 14px; } .refvl label > output { min-width: 3ch; } .refvl .shows { font-size: 16px; }
 }`;
 const ARRAYS = { u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -268,19 +273,19 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
 export function explorer(build) {
   return { async render({ model, el }) {
     const root = make("div", { className: "refvl" }), controls = make("div", { className: "controls" });
-    const pictures = make("div", { className: "pictures" }), said = make("output", { className: "readout" });
+    const pictures = make("div", { className: "pictures" }), said = make("output", { className: "readout" }), shows = make("p", { className: "shows" });
     const exact = make("p"), numbers = make("details", { className: "numbers", hidden: true }, make("summary", {}, "exact numbers"), exact);
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", model.get("name"));
     said.setAttribute("aria-live", "polite");
-    root.append(make("style", { textContent: STYLE }), controls, pictures, said, numbers);
+    root.append(make("style", { textContent: STYLE }), controls, shows, pictures, said, numbers);
     // In a notebook's command mode, JupyterLab handles plain keys of the focused element: arrows walk through cells,
     // and D twice deletes one. It listens on the document, so keys that stop here reach only the control.
     root.addEventListener("keydown", event => {
       if (!event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) event.stopPropagation();
     });
 
-    let seen, table, wish, ours, hovered = -1, say = () => "", tell, canvases = [], widgets = [], frame = 0, column = pictures;
+    let seen, table, wish, ours, hovered = -1, say = () => "", tell, heading = () => "", canvases = [], widgets = [], frame = 0, column = pictures;
     const theme = themes(model.get("palette"), () => later());
     const view = {
       get table() { return table; },
@@ -309,6 +314,7 @@ export function explorer(build) {
         pictures.append(column = make("div", { className: "column" }));
         if (heading) column.append(make("b", {}, heading));
       },
+      title(f) { heading = f; },
       readout(f, more) { [say, tell] = [f, more]; },
       fade(pen, x, y, width, height, part) {
         pen.globalAlpha = part; pen.fillStyle = view.colors.surface; pen.fillRect(x, y, width, height); pen.globalAlpha = 1;
@@ -342,6 +348,7 @@ export function explorer(build) {
       view.colors = theme.colors();
       for (const [key, value] of Object.entries(view.colors)) root.style.setProperty(`--${key}`, value);
       [...widgets, ...canvases].forEach(part => part.update());
+      shows.textContent = heading();
       said.value = view.item >= 0 ? say() : "";
       exact.textContent = tell && view.item >= 0 ? tell() : "";
       numbers.hidden = !exact.textContent;

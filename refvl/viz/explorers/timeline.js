@@ -24,6 +24,9 @@ export default explorer(view => {
     return item(line, best);
   };
 
+  const kept = line => new Set(sampled()[line].indices).size;
+  view.title(() => `Of the ${view.row.frames.toLocaleString("en")} frames of a video of ${view.option("duration")} s, ` +
+    rules.map((rule, line) => `${rule} keeps ${kept(line)}`).join(", "));
   view.canvas({
     name: () => `the frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
     caption: () => "Each bracket joins two frames that the model sees. The number below is the timestamp of the pair in the prompt, in seconds: GLM-4.1V and 4.5V write whole seconds, so neighbouring pairs can have the same timestamp",
@@ -38,8 +41,8 @@ export default explorer(view => {
       rules.forEach((rule, line) => {
         const top = FILM + line * LINE();
         pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.font = "14px sans-serif"; pen.fillText(`${rule} keeps `, 0, top);
-        const after = pen.measureText(`${rule} keeps `).width, kept = new Set(sampled()[line].indices).size;
-        const number = `${kept} frame${kept === 1 ? "" : "s"}`, words = `: ${view.shared.words[line]}`;
+        const after = pen.measureText(`${rule} keeps `).width;
+        const number = `${kept(line)} frame${kept(line) === 1 ? "" : "s"}`, words = `: ${view.shared.words[line]}`;
         pen.font = "bold 14px sans-serif"; pen.fillText(number, after, top);
         const end = after + pen.measureText(number).width;
         pen.font = "14px sans-serif"; pen.fillStyle = view.colors.muted;
@@ -50,6 +53,7 @@ export default explorer(view => {
           pen.fillStyle = color(line, i);
           const high = chosen(line, i) ? 6 : 0;
           const [left, right] = frames(line, i).map((frame, k) => view.ease(`${line} ${i} ${k}`, x(frame)));
+          pen.globalAlpha = 0.2; pen.fillRect(left, top + 24, right - left, TALL()); pen.globalAlpha = 1;  // a pair is one box
           for (const at of [left, right]) pen.fillRect(at - 1, top + 24 - high, 2, TALL() + high);
           pen.fillRect(left - 1, top + 22 + TALL(), right - left + 2, 3);
           const text = written(line, i), half = pen.measureText(text).width / 2, at = Math.min(width - half, Math.max(half, (left + right) / 2));
