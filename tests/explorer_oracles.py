@@ -80,8 +80,10 @@ def positions(explorer, state: tuple) -> dict:
     """The rule read token by token, and what each token is of."""
     *sizes, convention = state
     prompt, family, none = explorer.prompt(*sizes), sizes[0], convention == "nothing"
-    assert none or family == "Qwen2.5-VL"  # the others write text between frames: no release differs
+    like_text = "plain text" in convention
+    assert none or like_text or family == "Qwen2.5-VL"  # the others write text between frames: no release differs
     found, other = walk(prompt, "nothing"), walk(prompt, convention)
+    other = np.tile(np.arange(len(prompt.ids)), (3, 1)) if like_text else other
     N, steps = len(prompt.ids), 0
     kinds, places, extents = np.zeros(N, int), np.zeros((N, 3), int), np.ones((N, 3), int)
     total = sum(span.t for span, kind in zip(prompt.spans, prompt.kinds, strict=True) if kind == "video")

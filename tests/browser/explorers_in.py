@@ -31,6 +31,30 @@ CONTRAST = """() => {
     return [Math.max(a, b) / Math.min(a, b), e.textContent.trim().slice(0, 40)];
   }).filter(([ratio]) => ratio < 4.5);
 }"""
+# every slider moved to its end and back, every option of every menu chosen
+SWEEP = """async () => {
+  const frame = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+  for (const control of document.querySelectorAll(".refvl input[type=range], .refvl select")) {
+    const count = control.options?.length ?? 0;
+    const values = count ? Array.from(control.options, option => option.value) : [control.max, control.min];
+    for (const value of values) {
+      control.value = value;
+      control.dispatchEvent(new Event("input", { bubbles: true }));
+      await frame();
+    }
+  }
+}"""
+# the first control at the top of the screen: its top, and the bottom of the first drawing that it changes
+REACH = """async root => {
+  const control = root.querySelector("input[type=range], select");
+  window.scrollBy(0, root.querySelector(".controls").getBoundingClientRect().top);
+  const canvases = [...root.querySelectorAll("canvas")], before = canvases.map(c => c.toDataURL());
+  control.value = +control.value ? +control.value - 1 : 1;
+  control.dispatchEvent(new Event("input", { bubbles: true }));
+  await new Promise(done => setTimeout(done, 500));
+  const changed = canvases.find((c, i) => c.toDataURL() !== before[i] && c.getBoundingClientRect().height > 4);
+  return [control.getBoundingClientRect().top, changed.getBoundingClientRect().bottom];
+}"""
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 
 
@@ -122,9 +146,13 @@ def check_names(root) -> None:
     assert root.locator("canvas[tabindex='0']").count() == root.locator("canvas[role=application]").count()
 
 
-def open_offline(chromium, file, width: int = 1400) -> tuple:
+def open_offline(chromium, file, width: int = 1400, height: int = 900) -> tuple:
     """A page in an offline browser, what it says, and what it asks for."""
-    page, heard, asked = chromium.new_context(offline=True, viewport={"width": width, "height": 900}).new_page(), [], []
+    page, heard, asked = (
+        chromium.new_context(offline=True, viewport={"width": width, "height": height}).new_page(),
+        [],
+        [],
+    )
     page.on("console", lambda message: heard.append(message.text))
     page.on("pageerror", lambda error: heard.append(str(error)))
     page.on("request", lambda ask: asked.append(ask.url))

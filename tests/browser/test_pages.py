@@ -3,9 +3,20 @@
 import io
 import os
 
+import pages
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, made, open_offline, shown
+from explorers_in import (
+    OUT,
+    REACH,
+    SWEEP,
+    check_controls,
+    check_keys_and_pointer,
+    check_names,
+    made,
+    open_offline,
+    shown,
+)
 from PIL import Image
 
 from refvl.paths import DATA
@@ -75,6 +86,48 @@ def test_nothing_was_asked_for_and_nothing_complained(explorer):
     asked = {url.partition("#")[0] for url in asked if not url.startswith(("blob:", "data:", "about:"))}
     assert asked == {file.as_uri()}
     assert heard == []
+
+
+@pytest.fixture(params=pages.EXPLORERS)
+def front(request, tmp_path):
+    """A page of the site, with the explorers that share it."""
+    file = tmp_path / "front.html"
+    file.write_text(page_of(*(made(name) for name in (request.param, *pages.EXPLORERS[request.param][1:]))))
+    return file
+
+
+def test_a_control_and_what_it_changes_fit_on_a_phone(front, chromium):
+    """On every tab; and no control of any does harm."""
+    page, heard, _ = open_offline(chromium, front, width=390, height=844)
+    page.wait_for_selector(".refvl[data-index]", timeout=60_000)
+    for number, root in enumerate(page.locator(".refvl").all()):
+        if number:
+            page.locator("label[for^=view]").nth(number).click()
+        top, bottom = root.evaluate(REACH)
+        assert 0 <= top < bottom <= 844
+    page.evaluate(SWEEP)
+    assert heard == []
+    page.context.close()
+
+
+def test_without_scripts_there_is_a_figure(front, chromium):
+    page = chromium.new_context(java_script_enabled=False).new_page()
+    page.goto(front.as_uri())
+    still = page.locator("noscript img").first
+    assert still.bounding_box()["height"] > 100 and len(still.get_attribute("alt")) > 20
+    page.context.close()
+
+
+@pytest.mark.parametrize("path", pages.in_order((pages.ROOT / "notebooks").glob("[0-9]*.ipynb")), ids=lambda p: p.stem)
+def test_every_control_of_a_notebook_page(path, chromium, tmp_path):
+    """Each is moved to its end in turn; the page complains about none."""
+    file = tmp_path / f"{path.stem}.html"
+    file.write_text(pages.notebook_page(path))
+    page, heard, _ = open_offline(chromium, file)
+    page.wait_for_timeout(1000)
+    page.evaluate(SWEEP)
+    assert heard == []
+    page.context.close()
 
 
 @pytest.mark.parametrize("name", STILLS)

@@ -29,6 +29,7 @@ export default explorer(view => {
     pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
     pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, LINE() - 4);
     ["0.1 %", "1 %", "10 %", "100 %", "1000 %"].forEach((text, power) => {
+      if (step < 60 && power % 2) return;
       pen.fillStyle = view.colors.empty; pen.fillRect(left + power * step, bottom - CELL(), 8, CELL());
       const high = bar(1 + 254 * power / 4);
       pen.fillStyle = view.colors.highlight; pen.fillRect(left + power * step, bottom - high, 8, high);

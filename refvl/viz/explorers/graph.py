@@ -1,4 +1,4 @@
-"""Graph step-through: the recorded operations of a tower, the buffers they read,
+"""CUDA graphs: the recorded operations of a tower, the buffers they read,
 and the effect of a stale buffer.
 """
 

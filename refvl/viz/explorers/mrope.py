@@ -7,7 +7,7 @@ from torch import Tensor
 
 from refvl.positions import apply_rotary, mrope_axis_of_pairs, vision_rotary_cos_sin
 from refvl.viz.explorers.base import Control, Explorer, module
-from refvl.viz.style import AXIS_COLORS, SEQUENCE_CMAP
+from refvl.viz.style import AXIS_COLORS
 
 THETAS = [5, 10_000, 100_000, 1_000_000, 5_000_000, 10_000_000]
 SECTIONS = {  # rotary pairs of t, h and w, and whether they are interleaved
@@ -69,16 +69,20 @@ class MropeExplorer(Explorer):
         i, k = list(SECTIONS).index(options["sections"]), THETAS.index(options["theta"])
         far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in EXTENT}
         scores, cos = self.shared["scores"][i][k], self.shared["cos"][i][k]
-        t, h, w = (scores[number, far[axis]] for number, axis in enumerate(EXTENT))
-        figure.colorbar(left.imshow(t[options["t"]] + h[:, None] + w, cmap=SEQUENCE_CMAP), ax=left, label="score")
-        left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black")
-        left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black")
-        left.set(xlabel="w", ylabel="h", title=f"equal vectors: query o, t = {QUERY['t']};\nkey x, t = {options['t']}")
+        for number, axis in enumerate(EXTENT):  # the key moves along one axis, the others agree
+            curve = scores[:, 0].sum() - scores[number, 0] + scores[number, far[axis]]
+            offsets = torch.arange(EXTENT[axis]) - QUERY[axis]
+            left.plot(offsets, curve, color=AXIS_COLORS[axis], lw=3 - number / 2, label=axis)
+        left.set(xlabel="key - query, on one axis", ylabel="score", ylim=(min(0, left.get_ylim()[0]), 1.05))
+        left.set_title("score of two equal vectors,\nif they differ on one axis", fontsize=10)
+        left.legend(title="axis", fontsize=8, loc="lower left")
         for number, axis in enumerate(EXTENT):
             planes = (row["axes"] == number).nonzero().flatten()
             right.bar(planes, cos[far[axis][options[axis]], planes], color=AXIS_COLORS[axis], label=axis)
         right.set(xlabel=f"rotary pair, {options['sections']}", ylabel="cos(angle of query - angle of key)")
-        right.set_title(f"score {row['score']:.2f}: the mean of the bars")
+        query, key = (", ".join(map(str, at)) for at in (QUERY.values(), (options[axis] for axis in EXTENT)))
+        title = f"query at t, h, w = {query}, key at {key}:\nscore {row['score']:.2f}, the mean of the bars"
+        right.set_title(title, fontsize=10)
         right.legend(title="rotated by", fontsize=8, loc="lower left")
         return figure
 

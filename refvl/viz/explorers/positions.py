@@ -49,6 +49,7 @@ CONVENTIONS: dict[str, Callable[[int, Sequence[MediaSpan]], tuple[Tensor, int]]]
     "vLLM 0.33.0 when pruning: an item uses w positions": width_offset_positions,
     "vLLM 0.33.0 when pruning: positions are in bfloat16": _bfloat16,
 }
+LIKE_TEXT = "the rule of plain text: every token takes the next position"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class PositionsExplorer(Explorer):
             Control("clip", "frames, w : h", list(CLIP_SIZES), kind="menu", rare=True),
             Control("seconds", "video length, s", SECONDS, rare=True),
             Control("rate", "frames per second", RATES, rare=True),
-            Control("convention", "compare with", [OURS, *CONVENTIONS], kind="menu", rare=True),
+            Control("convention", "compare with", [OURS, LIKE_TEXT, *CONVENTIONS], kind="menu"),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))
@@ -113,16 +114,19 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """Return our row and one row for each convention that differs from ours; if several agree,
-        only the first.
+        """Return our row, one for the rule of plain text, and one for each convention that differs
+        from ours; if several agree, only the first.
 
-        All conventions are about videos without text between the frames. If text separates frames,
+        All other conventions are about videos without text between the frames. If text separates frames,
         vLLM continues after the largest position, as we do.
         """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
         row = {"positions": positions, "delta": delta, "words": self._words(prompt, family)} | _places(prompt)
-        rows, seen = {OURS: row | {"other": None, "other_delta": None}}, [positions]
+        counted = torch.arange(count).repeat(3, 1)
+        rows = {OURS: row | {"other": None, "other_delta": None}}
+        rows[LIKE_TEXT] = row | {"other": counted, "other_delta": 0}
+        seen = [positions, counted]
         for name, convention in ({} if prompt.is_framewise else CONVENTIONS).items():
             other, other_delta = convention(count, prompt.spans)
             if not any(torch.equal(other, one) for one in seen):

@@ -32,6 +32,12 @@ export default explorer(view => {
     for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
     return -1;
   }
+  view.title(() => {
+    if (!windowed) return `The image becomes ${tokens()} tokens`;
+    const all = view.row.patches.length / 2, k = token() < 0 ? -1 : window(token());
+    return k < 0 ? `The image has ${all} patches in ${windows()} window${windows() > 1 ? "s" : ""}`
+      : `The chosen patch may attend to ${view.row.cu_window_seqlens[k + 1] - view.row.cu_window_seqlens[k]} of the ${all} patches: those of its window`;
+  });
   view.column();
   view.canvas({
     name: shown,
