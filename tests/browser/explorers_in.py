@@ -1,6 +1,7 @@
 """What the tests of pages and of JupyterLab do with an explorer on the screen."""
 
 from functools import cache
+from pathlib import Path
 
 from explorer_oracles import assert_agree
 
@@ -9,52 +10,9 @@ from refvl.viz.explorers.gallery import GALLERY
 
 OUT = DATA.parent / "outputs" / "browser"  # screenshots
 NOTEBOOKS = DATA.parent / "notebooks"
-# texts of a page, canvases aside, whose contrast is below 4.5
-CONTRAST = """() => {
-  const light = color => {
-    const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
-    const [r, g, b] = color.match(/[\\d.]+/g).map(c => linear(c / 255));
-    return .2126 * r + .7152 * g + .0722 * b + .05;
-  };
-  const behind = node => {
-    for (let n = node; n; n = n.parentElement) {
-      const color = getComputedStyle(n).backgroundColor;
-      if (color !== "rgba(0, 0, 0, 0)") return color;
-    }
-    return getComputedStyle(document.documentElement).backgroundColor;
-  };
-  const isShown = e => e.checkVisibility() && !e.closest("script, :disabled");
-  const texts = [...document.querySelectorAll("body *")].filter(e => isShown(e)
-    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-  return texts.map(e => {
-    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
-    return [Math.max(a, b) / Math.min(a, b), e.textContent.trim().slice(0, 40)];
-  }).filter(([ratio]) => ratio < 4.5);
-}"""
-# every slider moved to its end and back, every option of every menu chosen
-SWEEP = """async () => {
-  const frame = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-  for (const control of document.querySelectorAll(".refvl input[type=range], .refvl select")) {
-    const count = control.options?.length ?? 0;
-    const values = count ? Array.from(control.options, option => option.value) : [control.max, control.min];
-    for (const value of values) {
-      control.value = value;
-      control.dispatchEvent(new Event("input", { bubbles: true }));
-      await frame();
-    }
-  }
-}"""
-# the first control at the top of the screen: its top, and the bottom of the first drawing that it changes
-REACH = """async root => {
-  const control = root.querySelector("input[type=range], select");
-  window.scrollBy(0, root.querySelector(".controls").getBoundingClientRect().top);
-  const canvases = [...root.querySelectorAll("canvas")], before = canvases.map(c => c.toDataURL());
-  control.value = +control.value ? +control.value - 1 : 1;
-  control.dispatchEvent(new Event("input", { bubbles: true }));
-  await new Promise(done => setTimeout(done, 500));
-  const changed = canvases.find((c, i) => c.toDataURL() !== before[i] && c.getBoundingClientRect().height > 4);
-  return [control.getBoundingClientRect().top, changed.getBoundingClientRect().bottom];
-}"""
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+SWEEP = (Path(__file__).parent / "sweep.js").read_text()
+REACH = (Path(__file__).parent / "reach.js").read_text()
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 
 
