@@ -1,20 +1,30 @@
 // Appended to the page's own modules, as one file, by test_live.py, which imports fs: jobs from a file, what they gave to another.
+// A job has frames, as files of RGB bytes, or things that are painted here.
 
 const [, , folder] = process.argv, read = name => fs.readFileSync(`${folder}/${name}`);
 const setup = JSON.parse(read("setup.json")), raw = read("weights.bin"), list = JSON.parse(read("jobs.json"));
 const bytes = raw.buffer.slice(raw.byteOffset, raw.byteOffset + raw.length), { side } = setup.config.pixels;
-receive({ meta: setup.meta, config: setup.config, bytes });
-const words = makeTokenizer(setup.tokenizer), plain = value =>
-  ArrayBuffer.isView(value) ? Array.from(value) : Array.isArray(value) ? value.map(plain) : value;
-
-const found = list.map(({ kind, question, frames, breaks = {}, drop = [], keep }) => {
-  const pixels = frames.map(name => { const [rgb, h, w] = [new Uint8Array(read(name)), SIDE, SIDE]; return resize(rgb, h, w, side, side); });
-  const { before, pad, count, between, after } = setup.prompts[kind];
-  const ids = [...before, ...Array(count).fill(pad), ...between, ...words.encode(question), ...after];
-  const { record } = receive({ id: 1, job: { frames: pixels, ids, off: before.length, breaks, drop, most: 24 } });
-  const out = { ids, out: record.out, text: words.decode(record.out), top: record.steps[0].top[0][0] };
-  for (const name of keep || []) out[name] = plain(record[name]);
-  if (keep?.includes("look")) out.look = plain(record.steps[0].look);
-  return out;
+const { axes, frequencies } = await receive({ meta: setup.meta, config: setup.config, bytes });
+const plain = value => ArrayBuffer.isView(value) ? Array.from(value) : Array.isArray(value) ? value.map(plain) : value;
+const S = makeState({ ...setup, photos: {} }, makeTokenizer(setup.tokenizer)), model = { axes, frequencies, heads: S.heads };
+const sized = rgb => resize(rgb, SIDE, SIDE, side, side);
+const painted = (things, count) => Array.from({ length: count }, (_, f) => {
+  const placed = things.map(t => { const [x, y] = centre(t.place); return { ...t, x: x + (t.dx || 0), y: y + (t.dy || 0) }; });
+  return sized(paint(count > 1 ? frameThings(placed, S, f) : placed));
 });
+
+const found = [];
+for (const { kind, question, frames, things = [], old = [], direction = "left", broken = "swap", isBroken = false, keep = [] } of list) {
+  Object.assign(S, { kind, q: question, things, broken, direction });
+  S.aim();
+  S.readPrompt();
+  const shown = frames ? frames.map(name => sized(new Uint8Array(read(name)))) : painted(things, kind === "clip" ? 6 : 1);
+  const { record, ...both } = await receive({ job: { frames: shown, old: painted(old, 1), ids: S.ids, off: S.off, broken: isBroken ? broken : "",
+    place: S.asked()?.place ?? 4, most: MOST_TOKENS } }).then(({ intact, other }) => ({ record: other, A: intact, B: other }));
+  Object.assign(S, both, { change: changes(both.A, both.B, broken, S.stages, model) });
+  const out = { ids: S.ids, out: record.out, text: S.said(record), intact: S.said(S.A), change: S.change, cause: why(S)[0], sure: [S.A, S.B].map(sureOf),
+    truth: truthOf(kind, things, direction, question) };
+  for (const name of keep) out[name] = plain(name === "look" ? record.steps[0].look : name === "before" ? S.A.tokens : record[name]);
+  found.push(out);
+}
 fs.writeFileSync(`${folder}/out`, JSON.stringify(found));

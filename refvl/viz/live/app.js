@@ -1,715 +1,638 @@
-// The page: the worker that runs the model, the controls, and the scroll that moves the stage.
-import { unchanged } from "./evs.js";
-import { CELLS, GRID, gridOf, patchAtGrid } from "./layout.js";
+// The page: one input, two runs, one thing exchanged. Everything that is shown follows from the two records.
+import { BREAKS } from "./breaks.js";
+import { drawCard, sharedText } from "./card.js";
+import { CELLS, FRAME, changes, finder, lookOf, percent, sureOf, surety, towerLook } from "./change.js";
+import { MINIS, headPicture, patchTiles } from "./minis.js";
 import { NUMBERS } from "./numbers.js";
-import { clamp, mix, smooth } from "./pen.js";
-import { COLORS, DIRECTIONS, PLACES, PROGRESS, SHAPES, SIDE, frameThings, paint, placeOf, centre,
-  resize } from "./pixels.js";
-import { chance } from "./reading.js";
-import { makeStage } from "./stage.js";
-import { SWITCHES, makeState, thing } from "./state.js";
+import { makePanel, outline } from "./panel.js";
+import { COLORS, DIRECTIONS, PAPER, PLACES, PROGRESS, RADIUS, SHAPES, SIDE, centre, frameThings, paint, resize } from "./pixels.js";
+import { MOST_THINGS, MOST_TOKENS, makeState, thing } from "./state.js";
 import { makeTokenizer } from "./tokenizer.js";
-import {
-  arrowIcon, brokenWords, colorIcon, dropWords, firstQuestion, headWords, inputWords, lookWords, mapWords, offered,
-  positionWords, questions, shapeIcon,
-} from "./words.js";
+import { H, T, W, esc, questionsOf, sentences, truthOf, why } from "./words.js";
 
-const $ = id => document.getElementById(id), all = query => [...document.querySelectorAll(query)];
+const $ = id => document.getElementById(id), all = (query, from = document) => [...from.querySelectorAll(query)];
 const DATA = JSON.parse($("data").textContent), tokenizer = makeTokenizer(DATA.tokenizer), { label } = tokenizer;
 const still = matchMedia("(prefers-reduced-motion: reduce)"), dark = matchMedia("(prefers-color-scheme: dark)");
-const S = makeState(DATA, tokenizer), stage = makeStage($("stage"), S, { label, isStill: () => still.matches });
-const aid = { slotOf: stage.slotOf, rankOf: stage.rankOf, label };
-
-// ---------------------------------------------------------------- the model, in a worker made of this page's own text
-
-let worker, isReady = false, jobs = 0, wanted = null, flying = null, later = [], waiting = [];
-
-async function boot() {
-  const packed = Uint8Array.from(atob($("weights").textContent), c => c.charCodeAt(0)), text = $("model").textContent;
-  $("weights").remove();
-  const inflated = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = await new Response(inflated).arrayBuffer();
-  const weights = { meta: DATA.meta, config: DATA.config, bytes };
-  try {
-    worker = new Worker(URL.createObjectURL(new Blob([text], { type: "text/javascript" })));
-    worker.onmessage = event => landed(event.data);
-    worker.onerror = event => { $("said").textContent = `The model stopped: ${event.message}`; };
-    worker.postMessage(weights, [bytes]);
-  } catch {                                               // where a frame may have no worker
-    const tag = document.createElement("script");
-    tag.textContent = `(() => { ${text}\nwindow.receive = receive; })()`;
-    document.head.append(tag);
-    worker = { postMessage: message => setTimeout(() => landed(window.receive(message))) };
-    worker.postMessage(weights);
-  }
-}
-function pump() {
-  if (!isReady || flying) return;
-  flying = wanted || later.shift() || null;
-  if (flying === wanted) wanted = null;
-  if (!flying) return;
-  flying.id = ++jobs;
-  worker.postMessage({ id: flying.id, job: flying.job });
-}
-function landed(message) {
-  if (message.ready) {
-    isReady = true;
-    S.axes = message.axes;
-    S.frequencies = message.frequencies;
-  } else {
-    const { done } = flying;
-    flying = null;
-    done(message.record, message.ms);
-  }
-  pump();
-}
-
-// the frames of what is shown, RGB bytes of 84 x 84 each
-let photo = null;                                         // { coarse, fine }
-function framesOf(isStale, scale = 1) {
-  if (S.kind === "photo") return [scale > 1 ? photo?.fine : photo?.coarse].map(rgb => rgb || paint([], scale));
-  const things = isStale ? S.old : S.things;
-  if (S.kind === "picture") return [paint(things, scale)];
-  return PROGRESS.map((_, frame) => paint(things.length ? frameThings(things, S, frame) : [], scale));
-}
-const toModel = frames => frames.map(rgb => resize(rgb, SIDE, SIDE, S.pixels.side, S.pixels.side));
-const job = (breaks, drop, done) => ({ done, job: {
-  frames: toModel(framesOf(breaks.stale)), ids: S.ids, off: S.off, breaks: { ...breaks }, drop: [...drop], most: 24,
-} });
-
-// ask the model about what is shown; everything on the page follows from its record
-function think() {
-  const { q, kind } = S;
-  S.readPrompt();
-  wanted = job(S.breaks, S.drop, (record, ms) => {
-    if (q !== S.q || kind !== S.kind) return;
-    Object.assign(S, { res: record, ms, said: tokenizer.decode(record.out).trim() });
-    S.version++;
-    if (!S.isBroken()) S.truth = S.said;
-    S.isWrong = Boolean(S.isBroken() && S.truth && S.said !== S.truth);
-    derive(true);
-    sentences();
-    wake();
-    if (!wanted) waiting.splice(0).forEach(done => done());
-  });
-  later = [];
-  S.truth = "";
-  if (S.isBroken()) later.push(job({}, [], record => {
-    S.truth = tokenizer.decode(record.out).trim();
-    S.isWrong = S.said !== S.truth;
-    sentences();
-    wake();
-  }));
-  if (shown >= 8) table();
-  pump();
-  save();
-  wake();
-}
-
-// what the chosen patch and the chosen head look at
-function derive(isFresh) {
-  const R = S.res;
-  if (!R) return;
-  const N = R.at.length, shares = R.attention[S.block], H = shares.length / N / N,
-    me = stage.rankOf(stage.slotOf(S.patch));
-  const heads = S.towerHead < 0 ? [...Array(H).keys()] : [S.towerHead];
-  S.look = Float32Array.from({ length: N }, (_, i) => {
-    const rank = stage.rankOf(stage.slotOf(i));
-    return heads.reduce((sum, h) => sum + shares[(h * N + me) * N + rank] / heads.length, 0);
-  });
-  S.step = Math.min(S.step, R.steps.length - 1);
-  const { look } = R.steps[S.step], keys = look.length / 12,
-    seen = R.keep.map((j, k) => [j, k]).filter(([j]) => j >= S.off && j < S.off + S.M);
-  if (isFresh && !S.chosen) {                             // the head that looks hardest at one token of the image
-    let most = -1;
-    for (let k = 0; k < 12; k++) for (const [, at] of seen) if (look[k * keys + at] > most) {
-      most = look[k * keys + at];
-      S.head = [k >> 2, k & 3];
-    }
-  }
-  S.share = new Float32Array(S.ids.length);
-  R.keep.forEach((j, k) => { S.share[j] = look[(S.head[0] * 4 + S.head[1]) * keys + k]; });
-}
-
-// ---------------------------------------------------------------- what can be asked
-
-function askControls() {
-  const list = questions(S), select = $("ask").firstChild || $("ask").appendChild(el("select"));
-  if (!list.includes(S.q)) list.unshift(S.q);
-  select.setAttribute("aria-label", "Your question");
-  select.replaceChildren(...list.map(q => new Option(q, q)));
-  select.value = S.q;
-  select.onchange = () => setQuestion(select.value);
-  if (document.activeElement !== $("free")) $("free").value = "";
-  $("question").replaceChildren(...offered(S).map(q => {
-    const button = el("button", { textContent: q, onclick: () => setQuestion(q) });
-    button.setAttribute("aria-pressed", q === S.q);
-    return button;
-  }));
-}
-function setQuestion(q) {
-  Object.assign(S, { q: q.slice(0, 200), step: 0, chosen: false, res: null });
-  S.readPrompt();
-  follow();
-  askControls();
-  think();
-}
-$("free").onkeydown = event => {
-  const asked = $("free").value.trim();
-  if (event.key !== "Enter" || !asked) return;
-  event.preventDefault();
-  setQuestion(asked);
-};
-
-// ---------------------------------------------------------------- words around the stage
-
+const S = makeState(DATA, tokenizer);
+S.headNow = () => S.head ?? S.autoHead ?? 0;
 function el(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...children);
   return node;
 }
-function sentences() {
-  const R = S.res;
-  if (!R) return;
-  const top = R.steps[0].top, said = $("said");
-  said.replaceChildren(...(S.isWrong ? [el("s", { textContent: S.truth })] : []),
-    el("span", { className: S.isWrong ? "bad" : "", textContent: S.said }));
-  if (innerWidth > 700) said.append(el("small",
-    { textContent: S.isBroken() ? brokenWords(S) : `${Math.round(S.ms)} ms` }));
-  $("mend").hidden = !S.isBroken();
-  const runner = el("p", { className: "next" }, `runner-up: “${label(top[1][0])}”, ${chance(top[1][1])}`);
-  const margin = `margin ${(top[0][2] - top[1][2]).toFixed(1)}`;
-  runner.append(el("span", { textContent: margin, title: "how far the first word's score is ahead of the runner-up's" }));
-  $("answer").replaceChildren(el("p",
-    { className: `word${S.isWrong ? " bad" : ""}${S.said.length > 30 ? " long" : ""}`, textContent: S.said }), runner);
-  $("lookline").textContent = lookWords(S);
-  $("dropline").textContent = dropWords(S);
-  $("mapline").textContent = mapWords(S);
-  const part = ([text, axis]) => axis ? el("b", { textContent: text, className: axis }) : text;
-  $("posline").replaceChildren(...positionWords(S, label).map(part));
-  const word = i => label(R.steps[i].top[0][0]), first4 = R.steps.slice(0, Math.min(4, R.out.length)).map((_, i) => word(i));
-  $("headline").textContent = headWords(S, word(S.step));
-  radios("steps", first4, S.step, i => { S.step = i; S.chosen = false; derive(true); sentences(); save(); wake(); });
-  all(".count").forEach(node => { node.textContent = S.ids.length; });
-  all(".tokens").forEach(node => { node.textContent = S.M === 9 ? "nine" : S.M; });
-  all(".patches").forEach(node => { node.textContent = S.T * 36; });
-  all(".switch button").forEach(b => b.setAttribute("aria-checked", Boolean(S.breaks[b.dataset.name])));
-  const thumb = $("thumb").getContext("2d");
-  if (stage.sources.coarse[0]) thumb.drawImage(stage.sources.coarse[0], 0, 0, 84, 84);
-  numbers();
-  $("stage").setAttribute("aria-label", described());
-}
-function described() {
-  const more = { 1: "lookline", 3: "lookline", 5: "dropline", 6: "posline", 7: "mapline", 8: "headline" }[shown];
-  const name = sections[Math.max(0, shown)].dataset.name, live = more ? $(more).textContent : "";
-  return `Chapter ${shown + 1} of 10, ${name}. ${inputWords(S)}. ${S.q} ${S.said}. ${live}`;
-}
-function numbers() {
-  for (const box of all("details.numbers")) {
-    if (!box.open || !S.res) continue;
-    const rows = NUMBERS[box.dataset.chapter](S, aid);
-    const pair = ([what, formula]) => [el("dt", { textContent: what }), el("dd", { textContent: formula })];
-    box.lastChild.replaceChildren(...rows.flatMap(pair));
+
+// ---------------------------------------------------------------- the model, in a worker made of this page's own text
+
+let worker, isReady = false, isWanted = false, flight = null, idle = [], isFirstRun = true;
+function boot() {
+  const text = $("worker").textContent, message = { meta: DATA.meta, config: DATA.config, packed: $("weights").textContent };
+  $("weights").remove();
+  try {
+    worker = new Worker(URL.createObjectURL(new Blob([text], { type: "text/javascript" })));
+    worker.onmessage = ({ data }) => landed(data);
+    worker.onerror = event => { $("head").textContent = `The model stopped: ${event.message}`; };
+  } catch {                                               // where a frame may have no worker
+    document.head.append(el("script", { textContent: `(() => { ${text}\nwindow.receive = receive; })()` }));
+    worker = { postMessage: message => setTimeout(() => window.receive(message).then(landed)) };
   }
+  worker.postMessage(message);
 }
-
-// what each break does to this answer; asked only on the last page
-let tableFor = "";
-function table() {
-  const key = [S.written(), S.kind, S.photo, S.direction, S.q].join();
-  if (tableFor === key && $("table").children.length) return marks(), undefined;
-  tableFor = key;
-  const names = Object.keys(SWITCHES).filter(S.offers), one = S.target(), everything = [...Array(S.M).keys()];
-  const rows = [["Unmodified model", {}, []], ...names.map(name => [SWITCHES[name].name, { [name]: true }, []]),
-    [`Without the token “${PLACES[one]}”`, {},
-      everything.filter(m => m % CELLS === one)], [`Without any token of the ${S.kind === "clip" ? "video" : "image"}`, {}, everything]];
-  const nodes = rows.map(([name, breaks, drop]) => {
-    const node = el("button", {}, el("span", { textContent: name }), el("span", { textContent: "…" }));
-    node.onclick = () => { S.breaks = { ...breaks }; S.drop = new Set(drop); show(); think(); };
-    node.dataset.key = JSON.stringify([breaks, drop]);
-    return node;
-  });
-  $("table").replaceChildren(...nodes);
-  const wrong = [];
-  let built = null;
-  rows.forEach(([, breaks, drop], i) => later.push(job(breaks, drop, record => {
-    const said = tokenizer.decode(record.out).trim(), cell = nodes[i].lastChild;
-    built ??= said;
-    cell.textContent = said.length > 24 ? said.slice(0, 22) + "…" : said;
-    if (said !== built) { cell.className = "bad"; wrong.push(record.steps[0].top[0][1]); }
-    if (i === rows.length - 1) $("sure").textContent = wrong.length
-      ? `${wrong.length} of ${rows.length - 1} changes alter${wrong.length > 1 ? "" : "s"} this answer. ` +
-        `The first word of a wrong answer always had a probability of at least ${chance(Math.min(...wrong)).replace("> ", "")}.`
-      : "No change alters this answer. Ask where something is.";
-  })));
-  marks();
-  pump();
-}
-function marks() {
-  const now = JSON.stringify([Object.fromEntries(Object.entries(S.breaks).filter(([, on]) => on)), [...S.drop]]);
-  for (const node of $("table").children) node.setAttribute("aria-pressed", node.dataset.key === now);
-}
-
-// ---------------------------------------------------------------- controls
-
-// buttons of which one is chosen; contents: text, or SVG with a name
-function radios(id, contents, chosen, act, names) {
-  const key = contents.join() + chosen + dark.matches;
-  if ($(id).dataset.key === key) return;
-  $(id).dataset.key = key;
-  const had = $(id).contains(document.activeElement);
-  $(id).replaceChildren(...contents.map((content, i) => {
-    const button = el("button", { onclick: () => act(i) });
-    if (names) { button.innerHTML = content; button.title = names[i]; button.setAttribute("aria-label",
-      names[i]); } else button.textContent = content;
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-checked", i === chosen);
-    button.tabIndex = i === Math.max(0, chosen) ? 0 : -1;
-    return button;
-  }));
-  if (had) $(id).children[Math.max(0, chosen)]?.focus();
-  $(id).onkeydown = event => {
-    const go = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-    if (!go) return;
-    event.preventDefault();
-    act((Math.max(0, chosen) + go + contents.length) % contents.length);
-  };
-}
-const icon = color => colorIcon(color, dark.matches && color === "black");
-function palette() {
-  const t = S.things[S.kind === "clip" ? 0 : S.sel], shape = t ? t.shape : S.shape, color = t ? t.color : S.color,
-    colors = Object.keys(COLORS);
-  const set = (part, value) => { S[part] = value; if (t) t[part] = value; changed(); };
-  radios("shapes", SHAPES.map(shapeIcon), SHAPES.indexOf(shape), i => set("shape", SHAPES[i]), SHAPES);
-  radios("colors", colors.map(icon), colors.indexOf(color), i => set("color", colors[i]), colors);
-  const ways = Object.keys(DIRECTIONS);
-  radios("ways", ways.map(w => arrowIcon(DIRECTIONS[w])), ways.indexOf(S.direction),
-    i => { if (S.roomTo(ways[i])) { S.direction = ways[i]; changed(); } }, ways.map(w => `Move ${w}`));
-  ways.forEach((w, i) => { $("ways").children[i].disabled = !S.roomTo(w); });
-  const kinds = ["picture", ...(DATA.prompts.clip ? ["clip"] : []), "photo"],
-    said = { picture: "Scene", clip: "Video", photo: "Photo" };
-  radios("kinds", kinds.map(k => said[k]), kinds.indexOf(S.kind), i => setKind(kinds[i]));
-  const photos = Object.keys(DATA.photos);
-  radios("photos", photos.map(name => `<img src="${DATA.photos[name].src}" alt="">`), photos.indexOf(S.photo),
-    i => choosePhoto(photos[i]), photos.map(name => DATA.photos[name].what));
-  $("recolor").replaceChildren(...colors.map(c => {
-    const button = el("button", { innerHTML: icon(c), title: c, onclick: () => recolor(c) });
-    button.setAttribute("aria-label", c);
-    return button;
-  }));
-  document.body.dataset.kind = S.kind;
-}
-function recolor(color) {
-  const i = S.things.findIndex(t => placeOf(t) === S.token % CELLS);
-  if (i >= 0) { S.things[i].color = color; S.sel = i; }
-  else if (S.things.length < 4) S.sel = S.things.push(thing(S.shape, color, S.token % CELLS)) - 1;
-  changed();
-}
-function setKind(kind) {
-  if (kind === S.kind) return;
-  S.kind = kind;
-  S.drop.clear();
-  for (const name of Object.keys(S.breaks)) if (!S.offers(name)) delete S.breaks[name];
-  if (kind === "clip" && !S.things.length) S.things = [thing("circle", "red", 2)];
+function think() {
   S.aim();
-  S.q = firstQuestion(S);
-  S.res = null;
   S.readPrompt();
-  if (kind === "photo") return choosePhoto(S.photo);
-  S.choose(S.target());
-  changed();
+  isWanted = true;
+  document.body.classList.add("busy");
+  pump();
+  save();
 }
+function pump() {
+  if (!isReady || flight || !isWanted) return;
+  isWanted = false;
+  const { ids, off, q, broken, kind } = S, place = S.asked()?.place ?? 4, at = SIDE, to = DATA.config.pixels.side;
+  const toModel = frames => frames.map(rgb => resize(rgb, at, at, to, to));
+  flight = { ids, q, kind, broken: isFirstRun ? "" : broken };   // the first answer does not wait for the second run
+  const old = broken === "stale" ? toModel([paint(placed(S.old))]) : [];
+  worker.postMessage({ job: { frames: toModel(framesOf()), old, ids, off, broken: flight.broken, place, most: MOST_TOKENS } });
+}
+function landed(message) {
+  if (message.ready) {
+    isReady = true;
+    S.model = { axes: message.axes, frequencies: message.frequencies, heads: S.heads };
+    return pump();
+  }
+  const { q, kind, broken } = flight;
+  flight = null;
+  if (isFirstRun) { isFirstRun = false; isWanted = true; }
+  if (q === S.q && kind === S.kind && (broken === S.broken || !broken)) {
+    Object.assign(S, { A: message.intact, B: message.other, ms: message.ms });
+    S.change = changes(S.A, S.B, broken, S.stages, S.model);
+    S.sheets = [S.A, S.B].map(R => patchTiles(R, DATA.config.pixels));
+    S.step = Math.min(S.step, Math.max(0, S.A.out.length - 1));
+    S.autoHead = finder(S.A, S.step, S.off, S.heads).head;
+    if (!isWanted) document.body.classList.remove("busy");
+    show();
+  }
+  pump();
+  if (!flight && !isWanted) idle.splice(0).forEach(done => done());
+}
+const settled = () => new Promise(done => { if (isReady && !flight && !isWanted) done(); else idle.push(done); });
 
-// a photograph as bytes: its middle square, shrunk to 84 x 84 as refvl would, and as fine as the stage shows it
+// ---------------------------------------------------------------- the frames, for the model and for eyes
+
+let photo = null;                                         // { coarse: RGB bytes, fine: a canvas }
+const placed = things => things.map(t => {
+  const [x, y] = centre(t.place);
+  return { ...t, x: x + (t.dx || 0), y: y + (t.dy || 0) };
+});
+const thingsAt = (frame, things = S.things) => S.kind === "clip" && things.length ? frameThings(placed(things), S, frame) : placed(things);
+function framesOf() {
+  if (S.kind === "photo") return [photo?.coarse || paint([])];
+  return S.kind === "clip" ? PROGRESS.map((_, frame) => paint(thingsAt(frame))) : [paint(thingsAt(0))];
+}
+const FINE = 8, bitmaps = new Map();                      // a scene for eyes, sharper than the 84 px that the model gets
+function bitmap(things, isSwapped) {
+  const key = JSON.stringify([S.kind === "photo" ? S.photo : things, isSwapped]);
+  if (!bitmaps.has(key)) {
+    const n = SIDE * FINE, canvas = new OffscreenCanvas(n, n), g = canvas.getContext("2d");
+    g.fillStyle = `rgb(${PAPER})`;
+    g.fillRect(0, 0, n, n);
+    if (S.kind === "photo" && photo) g.drawImage(photo.fine, 0, 0, n, n);
+    else for (const t of things) {
+      g.save();
+      g.translate(t.x * FINE, t.y * FINE);
+      outline(g, t.shape, RADIUS * FINE);
+      g.fillStyle = `rgb(${COLORS[t.color]})`;
+      g.fill();
+      g.restore();
+    }
+    if (isSwapped) {
+      const image = g.getImageData(0, 0, n, n), { data } = image;
+      for (let i = 0; i < data.length; i += 4) [data[i], data[i + 2]] = [data[i + 2], data[i]];
+      g.putImageData(image, 0, 0);
+    }
+    if (bitmaps.size > 40) bitmaps.clear();
+    bitmaps.set(key, canvas);
+  }
+  return bitmaps.get(key);
+}
+// a photograph: its middle square on white, shrunk to 84 x 84 as refvl would
 function choosePhoto(name, source = DATA.photos[name]?.src) {
   if (!source) return Promise.resolve();
+  $("why").textContent = "";
   return new Promise(done => {
     const image = new Image();
     image.onload = () => {
-      const side = Math.min(image.width, image.height), small = Math.min(side, 512);
-      const bytes = size => {
-        const canvas = document.createElement("canvas"), c = canvas.getContext("2d");
-        canvas.width = canvas.height = size;
-        c.imageSmoothingQuality = "high";
-        c.drawImage(image, (image.width - side) / 2, (image.height - side) / 2, side, side, 0, 0, size, size);
-        return c.getImageData(0, 0, size, size).data.filter((_, i) => i % 4 < 3);
-      };
-      photo = { coarse: resize(bytes(small), small, small, SIDE, SIDE), fine: new Uint8Array(bytes(336)) };
-      Object.assign(S, { photo: name, kind: "photo" });
-      changed();
+      const side = Math.min(image.width, image.height), small = Math.min(side, 512), fine = document.createElement("canvas");
+      fine.width = fine.height = small;
+      const g = fine.getContext("2d");
+      g.imageSmoothingQuality = "high";
+      g.fillStyle = "#fff";
+      g.fillRect(0, 0, small, small);
+      g.drawImage(image, (image.width - side) / 2, (image.height - side) / 2, side, side, 0, 0, small, small);
+      const bytes = g.getImageData(0, 0, small, small).data.filter((_, i) => i % 4 < 3);
+      photo = { fine, coarse: resize(bytes, small, small, SIDE, SIDE) };
+      bitmaps.clear();
+      S.photo = name;
+      setKind("photo");
       done();
     };
-    image.onerror = () => { document.querySelector(".own .note").textContent = "This file is not an image that the browser can read."; done(); };
+    image.onerror = () => { $("why").textContent = "The browser cannot read this file as an image."; done(); };
     image.src = source;
   });
 }
+
+// ---------------------------------------------------------------- what a side shows
+
+let palette = null;
+const NAMES = ["paper", "raised", "ink", "muted", "line", "hair", "empty", "t", "h", "w", "wt", "broken", "text", "claim", "ring"];
+function colorsOf(isLight) {
+  const root = document.documentElement;
+  root.dataset.theme = isLight ? "light" : "";
+  const css = getComputedStyle(root), found = Object.fromEntries(NAMES.map(n => [n, css.getPropertyValue(`--${n}`).trim()]));
+  root.dataset.theme = "";
+  return found;
+}
+const labelAmong = (id, ids) => ids.filter(other => label(other) === label(id)).length > 1 ? tokenizer.decode([id]).replace(/^ /, "␣") : label(id);
+function view(side, C = palette, stage = S.stage) {
+  const isOther = side === 1 && S.on, R = isOther ? S.B : S.A, broken = isOther && S.B !== S.A ? S.broken : "", isSeen = stage !== "";
+  const things = isSeen && broken === "stale" ? S.old : S.things, answer = R ? S.said(R) : "", spot = S.spot(), asked = S.asked(things);
+  const isWrong = Boolean(isOther && R && answer !== S.said(S.A)), isClip = S.kind === "clip", there = S.at(spot % CELLS);
+  const frames = isClip ? [0, 1, 2, 3, 4, 5] : [0], at = place => [1, 2].map(axis => R?.positions[axis][S.off + place]).join();
+  return {
+    R, broken, isWrong, isOther, answer, side, kind: S.kind, asked: asked ? asked.place : -1,
+    claimed: S.q.startsWith("Where") ? PLACES.indexOf(answer) : -1, bitmaps: frames.map(f => bitmap(thingsAt(f, things), isSeen && broken === "bgr")),
+    frame: isClip ? S.frame : 0, isMixed: ["lines", "unsortedBack"].includes(broken), there,
+    moved: Boolean(isOther && S.A && S.positionsDiffer(spot)), at, C, isDark: dark.matches && C === palette, off: S.off, ids: S.ids, M: S.M, T: S.T,
+    label, labelAmong, head: S.headNow(), heads: S.heads, perLayer: S.perLayer, towerHead: S.towerHead, perBlock: S.perBlock, seat: S.seat(), model: S.model,
+    step: Math.min(S.step, R ? R.steps.length - 1 : 0), sheet: S.sheets?.[isOther ? 1 : 0], pixels: DATA.config.pixels, ghost: S.ghost, spot,
+  };
+}
+S.positionsDiffer = m => [0, 1, 2].some(axis => S.A.positions[axis][S.off + m] !== S.B.positions[axis][S.off + m]);
+
+const panels = all(".side canvas").map(makePanel);
+let frame = 0, beat = 0;
+function wake() { if (!frame) frame = requestAnimationFrame(tick); }
+function tick(time) {
+  frame = 0;
+  const isPlaying = S.kind === "clip" && S.stage === "" && !S.ghost && !still.matches;
+  S.frame = isPlaying ? Math.min(5, Math.floor(time / 450) % 8) : 5;
+  const moves = panels.map((panel, side) => panel.draw(view(side), S.stage, time, still.matches));
+  if (moves.some(Boolean)) wake();
+  else if (isPlaying) { clearTimeout(beat); beat = setTimeout(wake, 120); }
+}
+
+// ---------------------------------------------------------------- words
+
+const ARROWS = '<svg viewBox="0 0 44 30" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" stroke-linejoin="round" ' +
+  'aria-hidden="true"><path d="M6 10H38M31 3l7 7M6 20H38M13 27l-7-7"/></svg>';
+const GLYPH = {
+  swap: `${H}&#8202;${ARROWS}&#8202;${W}`, back: `${T}&#8202;→&#8202;−${T}`,
+  bgr: '<span style="color:rgb(215 40 40)">red</span> ⇄ <span style="color:rgb(70 105 235)">blue</span>',
+};
+function answers() {
+  all(".side").forEach((node, side) => {
+    const V = view(side), p = sureOf(V.R), box = node.querySelector(".answer"), text = V.answer || "(nothing)";
+    node.classList.toggle("on", V.isWrong);
+    node.classList.toggle("marked", side === 1 && S.on);
+    node.querySelector(".cap span").textContent = side && S.on ? BREAKS[S.broken].side : side ? "intact, too" : "intact";
+    const said = el("p", { className: `said${text.length > 16 ? " long" : ""}` }), words = V.R.out.map((id, i) => ({ i, word: label(id) }));
+    if (S.stage === "attention" && words.length && words.length < 6) words.forEach(({ i, word }, n) => {
+      const button = el("button", { textContent: word, onclick: () => { S.step = i; S.head = null; S.autoHead = finder(S.A, i, S.off, S.heads).head; chosen(); } });
+      button.setAttribute("aria-pressed", i === V.step);
+      button.setAttribute("aria-label", `Attention before “${word}”`);
+      said.append(...(n ? [" "] : []), button);
+    }); else said.textContent = S.isCut(V.R) ? `${text} … (cut after ${MOST_TOKENS} tokens)` : text;
+    const bar = el("span", { className: "bar" }, el("i"));
+    bar.firstChild.style.width = `${100 * p}%`;
+    box.replaceChildren(el("p", { className: "asked", textContent: S.q }), said, el("p", { className: "sure" }, bar, el("span", { textContent: `${surety(p)} sure` })));
+    const canvas = node.querySelector("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `${side && S.on ? BREAKS[S.broken].side : "intact"}: ${described()}. The answer: ${text}.`);
+    all(".heads")[side].classList.toggle("on", side === 1 && S.on);
+  });
+}
+function described() {
+  if (S.kind === "photo") return S.photo === "own" ? "your photo" : `a photo of ${DATA.photos[S.photo].what}`;
+  const things = S.things.map(t => `${t.color} ${t.shape}, ${PLACES[t.place]}`).join("; ") || "an empty scene";
+  return S.kind === "clip" && S.distance ? `${things}; the first shape moves ${S.direction}` : things;
+}
+function shell() {
+  const broken = BREAKS[S.broken], isDrawn = Boolean(GLYPH[S.broken]);
+  $("switch").setAttribute("aria-checked", S.on);
+  $("switch").setAttribute("aria-label", broken.name);
+  $("glyph").innerHTML = GLYPH[S.broken] || esc(broken.name);
+  $("glyph").className = isDrawn ? "" : "text";
+  $("what").textContent = isDrawn ? broken.name.split(" ")[0] : "";
+  Object.assign(document.body.dataset, { stage: S.stage, kind: S.kind });
+  const list = questionsOf(S.kind, S.things, S.isBoxedIn());
+  if (!list.includes(S.q)) list.unshift(S.q);
+  $("question").replaceChildren(...list.map(q => new Option(q, q)));
+  $("question").value = S.q;
+  $("numbers").hidden = !S.stage || !S.A;
+}
+function show() {
+  shell();
+  if (S.A) {
+    const { head, line } = sentences(S), isChanged = S.said(S.A) !== S.said(S.B);
+    if ($("head").innerHTML !== head) $("head").innerHTML = head;
+    if ($("line").innerHTML !== line) $("line").innerHTML = line;
+    $("bite").hidden = !S.on || isChanged || S.stage !== "" || !DATA.bites[S.broken];
+    answers();
+    heads();
+    map();
+    if ($("formulas").open) numbers();
+  }
+  handles();
+  wake();
+}
+const chosen = () => { save(); show(); };
+
+// ---------------------------------------------------------------- the map
+
+const boxes = S.stages.map((stage, i) => {
+  const button = el("button", { className: `box ${stage}`, onclick: () => open(S.stage === stage ? "" : stage) },
+    el("span", { className: "pic" }, el("canvas")), el("span", { className: "name", textContent: stage }), el("span", { className: "pct" }));
+  button.onkeydown = event => {
+    const next = i + ({ ArrowLeft: -1, ArrowRight: 1 }[event.key] || 0);
+    if (next !== i && boxes[next]) { event.preventDefault(); boxes[next].focus(); open(S.stages[next]); }
+  };
+  $("map").append(button);
+  return button;
+});
+function map() {
+  const density = Math.min(2, devicePixelRatio || 1), broken = BREAKS[S.broken].stage, from = S.stages.indexOf(broken);
+  boxes.forEach((box, i) => {
+    const stage = S.stages[i], canvas = box.querySelector("canvas"), s = canvas.clientHeight, wide = canvas.clientWidth, g = canvas.getContext("2d");
+    [canvas.width, canvas.height] = [wide, s].map(v => Math.round(v * density));
+    g.setTransform(density, 0, 0, density, 0, 0);
+    MINIS[stage](g, s, view(1, palette, stage), wide);
+    const c = S.on ? Math.min(1, S.change[stage]) : 0, isSource = S.on && broken === stage, hurts = c >= 0.0005;
+    box.style.setProperty("--c", c);
+    box.style.setProperty("--d", `${Math.max(0, i - from) * 110}ms`);
+    box.classList.toggle("hurt", hurts);
+    box.classList.toggle("source", isSource);
+    box.classList.toggle("flows", hurts && S.change[S.stages[i + 1]] >= 0.0005);
+    box.querySelector(".pct").innerHTML = !hurts && !isSource ? "" : isSource ? `<span>broken: </span>${percent(c)}` : `${percent(c)}<span> changed</span>`;
+    if (S.stage === stage) box.setAttribute("aria-current", "step"); else box.removeAttribute("aria-current");
+    box.setAttribute("aria-label", `${stage}${isSource ? ", broken here" : ""}${hurts ? `, ${percent(c)} changed` : ""}`);
+  });
+}
+function open(stage) {
+  if (stage && !S.stage) try { history.pushState({ v: stage }, "", S.toHash()); } catch { /* a frame may not */ }
+  Object.assign(S, { stage, note: "", focus: null });
+  chosen();
+}
+const close = () => { if (history.state?.v && history.length > 1 && !S.isLinked) history.back(); else open(""); };
+
+// ---------------------------------------------------------------- heads, of the language model or of the tower
+
+const headsOf = () => S.stage === "tower" ? { count: S.towerHeads, per: S.perBlock, layer: "block", mine: S.towerHead, choose: h => { S.towerHead = h; } }
+  : { count: S.heads, per: S.perLayer, layer: "layer", mine: S.headNow(), choose: h => { S.head = h; } };
+function heads() {
+  if (S.stage !== "attention" && S.stage !== "tower") return;
+  const { count, per, layer, mine, choose } = headsOf(), isTower = S.stage === "tower", w = 48, h = isTower ? 48 : 60;
+  all(".heads").forEach((box, side) => {
+    if (box.children.length !== count || box.dataset.of !== S.stage) {
+      box.dataset.of = S.stage;
+      box.replaceChildren(...Array.from({ length: count }, (_, i) => {
+        const button = el("button", { title: `${layer} ${Math.floor(i / per) + 1}, head ${i % per + 1}`, onclick: () => { choose(i); chosen(); } }, el("canvas"));
+        button.setAttribute("role", "radio");
+        button.onkeydown = event => {
+          const go = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -2, ArrowDown: 2 }[event.key];
+          if (!go) return;
+          event.preventDefault();
+          const next = (i + go + count) % count;
+          choose(next);
+          chosen();
+          box.children[next].focus();
+        };
+        return button;
+      }));
+    }
+    const V = view(side), seen = i => isTower ? towerLook(V.R, Math.floor(i / per), i % per, V.seat).look : lookOf(V.R, V.step, i, S.heads).slice(S.off, S.off + S.M);
+    [...box.children].forEach((button, i) => {
+      const canvas = button.firstChild, look = seen(i), sum = look.reduce((a, b) => a + b, 0), best = look.indexOf(Math.max(...look));
+      [canvas.width, canvas.height] = [2 * w, 2 * h];
+      canvas.getContext("2d").setTransform(2, 0, 0, 2, 0, 0);
+      headPicture(canvas.getContext("2d"), w, h, look, { n: isTower ? 6 : 3, T: S.T, C: palette, isWrong: V.isOther,
+        target: isTower ? V.seat : S.asked() ? S.spot() : -1, rest: isTower ? undefined : 1 - sum });
+      button.setAttribute("aria-checked", i === mine);
+      button.tabIndex = i === mine ? 0 : -1;
+      const where = isTower ? `line ${Math.floor(best % FRAME / 6) + 1}, column ${best % 6 + 1}` : PLACES[best % CELLS];
+      button.setAttribute("aria-label", `${button.title}: ${percent(look[best])} at ${where}`);
+    });
+  });
+}
+
+// ---------------------------------------------------------------- dragging, and keys
+
+const remember = () => { if (S.kind === "picture" && !(S.on && S.broken === "stale")) S.old = S.things.map(t => ({ ...t })); };
+function moveTo(t, place) {
+  if (place < 0 || place === t.place) return;
+  const there = S.at(place);
+  if (there) Object.assign(there, { place: t.place, dx: 0, dy: 0 });
+  Object.assign(t, { place, dx: 0, dy: 0 });
+  Object.assign(S, { focus: null, patch: null, note: "" });
+  think();
+  show();
+}
+function ask(q) {
+  Object.assign(S, { q: q.slice(0, 200), step: 0, head: null, note: "", focus: null, patch: null });
+  think();
+  show();
+}
+const askAbout = t => {
+  if (S.kind === "clip") ask(t === S.things[0] && S.distance ? `Which way does the ${t.shape} move?` : `What color is the ${t.shape}?`);
+  else ask(`${S.q.startsWith("What color") ? "What color is" : "Where is"} the ${S.things.filter(u => u.shape === t.shape).length > 1 ? `${t.color} object` : t.shape}?`);
+};
+function focusOn(m) {
+  if (m === S.focus) return;
+  S.focus = m;
+  chosen();
+}
+all(".side .view").forEach((box, side) => {
+  const canvas = box.querySelector("canvas"), panel = panels[side];
+  const point = event => { const r = canvas.getBoundingClientRect(); return [event.clientX - r.left, event.clientY - r.top]; };
+  const tokenUnder = event => ["", "positions", "attention"].includes(S.stage) ? panel.tokenAt(...point(event)) : -1;
+  const hit = event => { const m = tokenUnder(event); return m < 0 || S.kind === "photo" ? undefined : S.at(m % CELLS); };
+  let drag = null;
+  canvas.addEventListener("touchstart", event => { if (hit(event.touches[0])) event.preventDefault(); }, { passive: false });
+  canvas.onpointerdown = event => {
+    const t = hit(event);
+    if (S.stage === "positions" && tokenUnder(event) >= 0) focusOn(tokenUnder(event));
+    if (S.stage === "tower") {
+      const seat = panel.seatAt(...point(event), view(side));
+      if (seat >= 0) { S.patch = seat; chosen(); }
+    }
+    if (!t) return;
+    drag = { t, from: point(event), moved: false };
+    canvas.setPointerCapture(event.pointerId);
+  };
+  canvas.onpointermove = event => {
+    const [x, y] = point(event);
+    canvas.style.cursor = drag ? "grabbing" : hit(event) ? "grab" : S.stage === "tower" ? "pointer" : "";
+    if (!drag && S.stage === "positions" && event.pointerType === "mouse" && tokenUnder(event) >= 0) focusOn(tokenUnder(event));
+    if (!drag) return;
+    if (!drag.moved && Math.hypot(x - drag.from[0], y - drag.from[1]) > 5) {
+      drag.moved = true;
+      remember();
+      document.body.classList.add("dragged");
+    }
+    if (!drag.moved) return;
+    S.ghost = { side, x, y, thing: drag.t };
+    const m = panel.tokenAt(x, y, S.stage === "" ? 20 : 8);
+    moveTo(drag.t, m < 0 ? -1 : m % CELLS);
+    wake();
+  };
+  canvas.onpointerleave = event => { if (event.pointerType === "mouse" && S.stage === "positions" && !drag) focusOn(null); };
+  canvas.onpointerup = canvas.onpointercancel = event => {
+    if (!drag) return;
+    const { t, moved } = drag;
+    drag = S.ghost = null;
+    if (!moved && event.type === "pointerup") askAbout(t); else show();
+  };
+});
+const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+function handles() {                                      // each shape can be reached with Tab and moved with arrows
+  const box = all(".things")[0], P = panels[0].width() || 0, count = S.kind === "photo" ? 0 : S.things.length;
+  while (box.children.length > count) box.lastChild.remove();
+  while (box.children.length < count) {
+    const i = box.children.length, button = el("button", { onclick: () => askAbout(S.things[i]) });
+    button.onkeydown = event => {
+      const t = S.things[i], [dx, dy] = STEPS[event.key] || [], x = t.place % 3 + dx, y = Math.floor(t.place / 3) + dy;
+      if (event.key === "Delete" || event.key === "Backspace") { event.preventDefault(); removeThing(i); }
+      if (dx === undefined) return;
+      event.preventDefault();
+      if (x >= 0 && x < 3 && y >= 0 && y < 3) { remember(); moveTo(t, 3 * y + x); }
+    };
+    box.append(button);
+  }
+  for (let i = 0; i < count; i++) {
+    const t = S.things[i], [x, y, s] = panels[0].tileAt(t.place) || [(t.place % 3) * P / 3, Math.floor(t.place / 3) * P / 3, P / 3];
+    Object.assign(box.children[i].style, { left: `${x}px`, top: `${y}px`, width: `${s}px`, height: `${s}px` });
+    box.children[i].setAttribute("aria-label", `${t.color} ${t.shape}, ${PLACES[t.place]}. Arrow keys move it, Enter asks about it, Delete removes it.`);
+  }
+}
+
+// ---------------------------------------------------------------- what is exchanged
+
+function choose(name) {
+  Object.assign(S, { broken: name, on: true, touched: true });
+  pour();
+  bite();
+}
+function bite() {                                         // an input and a question for which this one was seen to bite
+  const found = DATA.bites[S.broken];
+  Object.assign(S, { note: "", step: 0, head: null, focus: null, patch: null });
+  if (found) {
+    const { kind, things, old, direction, q, kinds } = found, asks = q.split(" ").slice(0, 2).join(" "), [n, m] = kinds[asks];
+    Object.assign(S, { kind, q, things: things.map(t => ({ ...t })), old: old.map(t => ({ ...t })), direction: direction || S.direction });
+    S.note = `it changed ${n === m ? `all ${m}` : `${n} of ${m}`} answers to “${esc(asks)} …” that were tried`;
+  }
+  think();
+  show();
+}
+let pouring = 0;
+function pour() {                                         // the levels of the map rise one after another
+  document.body.classList.add("pour");
+  clearTimeout(pouring);
+  pouring = setTimeout(() => document.body.classList.remove("pour"), 1400);
+}
+$("switch").onclick = () => { Object.assign(S, { touched: true, on: !S.on, note: "" }); pour(); chosen(); };
+$("bite").onclick = bite;
+$("other").onclick = () => {
+  const names = Object.keys(BREAKS).filter(name => DATA.bites[name] || S.offers(name));
+  names.sort((a, b) => S.stages.indexOf(BREAKS[a].stage) - S.stages.indexOf(BREAKS[b].stage));
+  $("breaks").replaceChildren(...names.map(name => {
+    const { stage, name: text } = BREAKS[name], { asked = 0, changed = 0 } = DATA.bites[name] || {};
+    const button = el("button", { onclick: () => { $("list").close(); choose(name); } }, el("small", { textContent: stage }),
+      el("span", { textContent: text }), el("small", { textContent: `${changed || "none"} of ${asked}` }));
+    button.setAttribute("aria-pressed", name === S.broken && S.on);
+    return button;
+  }));
+  $("list").showModal();
+};
+
+// ---------------------------------------------------------------- the input
+
+function setKind(kind) {
+  if (kind === "clip" && !S.things.length) S.things = [thing("circle", "red", 2)];
+  S.kind = kind;
+  S.aim();
+  const list = questionsOf(kind, S.things, S.isBoxedIn());
+  if (!list.includes(S.q)) S.q = list[0];
+  Object.assign(S, { A: null, B: null, step: 0, head: null, note: "", focus: null, patch: null });
+  think();
+  show();
+  if ($("edit").open) inputs();
+}
+function changeThings(change) {
+  remember();
+  change();
+  S.note = "";
+  S.aim();
+  const list = questionsOf(S.kind, S.things, S.isBoxedIn());
+  if (!list.includes(S.q)) S.q = list[0];
+  think();
+  show();
+  if ($("edit").open) inputs();
+}
+const removeThing = i => changeThings(() => { S.things.splice(i, 1); });
+function select(name, options, value, change) {
+  const node = el("select", { onchange: () => change(node.value) });
+  node.append(...options.map(([text, key, isTaken]) => Object.assign(new Option(text, key), { disabled: Boolean(isTaken) })));
+  node.value = value;
+  node.setAttribute("aria-label", name);
+  return node;
+}
+function inputs() {                                       // the dialog in which the reader makes an input
+  const kinds = { picture: "Scene", ...(DATA.prompts.clip ? { clip: "Video" } : {}), photo: "Photo" };
+  $("kinds").replaceChildren(...Object.entries(kinds).map(([kind, text]) => {
+    const input = el("input", { type: "radio", name: "kind", checked: kind === S.kind,
+      onchange: () => kind === "photo" ? choosePhoto(DATA.photos[S.photo] ? S.photo : "coffee") : setKind(kind) });
+    return el("label", {}, input, text);
+  }));
+  const same = list => list.map(v => [v, v]);
+  $("list-of-things").replaceChildren(...S.things.map((t, i) => {
+    const places = PLACES.map((p, m) => [p, m, m !== t.place && S.at(m)]), set = change => changeThings(() => Object.assign(t, change));
+    const remove = el("button", { className: "close", textContent: "×", onclick: () => removeThing(i) });
+    remove.setAttribute("aria-label", `Remove the ${t.shape}`);
+    return el("li", {}, select(`Colour of shape ${i + 1}`, same(Object.keys(COLORS)), t.color, color => set({ color })),
+      select(`Shape ${i + 1}`, same(SHAPES), t.shape, shape => set({ shape })),
+      select(`Place of shape ${i + 1}`, places, t.place, place => set({ place: Number(place), dx: 0, dy: 0 })), remove);
+  }));
+  const isFull = S.things.length >= MOST_THINGS;
+  $("add").disabled = isFull;
+  $("full").textContent = isFull ? "Four shapes are the most that it was trained on." : "";
+  const ways = Object.keys(DIRECTIONS).map(d => [d, d, !S.roomTo(d)]);
+  $("ways").replaceChildren(el("span", { textContent: S.distance ? "The first shape moves " : "The first shape is boxed in: nothing moves." }),
+    ...(S.distance ? [select("Direction", ways, S.direction, direction => changeThings(() => { S.direction = direction; }))] : []));
+  $("photos").replaceChildren(...Object.entries(DATA.photos).map(([name, { what, src }]) => {
+    const button = el("button", { onclick: () => choosePhoto(name) }, el("img", { src, alt: what }));
+    button.setAttribute("aria-pressed", name === S.photo && S.kind === "photo");
+    return button;
+  }));
+}
+$("add").onclick = () => changeThings(() => {
+  const unused = (list, key) => list.find(v => !S.things.some(t => t[key] === v));
+  const place = [4, 2, 3, 7, 1, 5, 6, 0, 8].find(p => !S.at(p));
+  S.things.push(thing(unused(SHAPES, "shape"), unused(Object.keys(COLORS), "color"), place));
+});
+$("make").onclick = () => { inputs(); $("free").value = ""; $("edit").showModal(); };
 $("own").onchange = () => {
   const reader = new FileReader();
   reader.onload = () => choosePhoto("own", reader.result);
-  if ($("own").files[0]) reader.readAsDataURL($("own").files[0]);
+  if ($("own").files[0]) { $("why").textContent = "Reading …"; reader.readAsDataURL($("own").files[0]); }
 };
-
-let settled = S.written();
-function show() {
-  S.aim();
-  S.readPrompt();
-  stage.pixels(pairs(toModel(framesOf(S.breaks.stale))), framesOf(false, S.kind === "clip" ? 2 : 4));
-}
-// one image for two frames: their mean, so that motion shows
-const pairs = frames => frames.length === 1 ? frames : [0, 2,
-  4].map(f => frames[f].map((v, i) => (v + frames[f + 1][i]) >> 1));
-
-// what is chosen on the stage is what the question is about
-function follow() {
-  const place = S.target();
-  S.choose(place);
-  S.patch = 4 * place + 3;
-  stage.rescan();
-}
-function changed(isLive = false) {
-  show();
-  if (shown === 0 && !isLive) follow();
-  if (!isLive) {
-    if (S.written() !== settled && !S.breaks.stale) {
-      const before = new URLSearchParams({ s: settled }).toString();
-      if (settled) S.old = makeOld(settled);
-      settled = S.written();
-    }
-    palette();
-    stage.rescan();
-    askControls();
-  }
-  think();
-}
-const makeOld = text => text.split("_").map(part => part.split(".")).map(([shape, color, place]) => thing(shape, color,
-  Number(place)));
-
-const put = (t, cell) => { [t.x, t.y] = centre(cell); };
-// to the middle of the nearest free place
-function settle(t) {
-  const taken = S.things.filter(u => u !== t).map(placeOf),
-    free = PLACES.map((_, c) => c).filter(c => !taken.includes(c));
-  const far = c => Math.hypot(centre(c)[0] - t.x, centre(c)[1] - t.y),
-    best = free.reduce((a, b) => far(b) < far(a) ? b : a);
-  const { x, y } = t, [x1, y1] = centre(best), start = performance.now();
-  if (still.matches) { put(t, best); return changed(); }
-  const step = now => {
-    const f = smooth(clamp((now - start) / 180));
-    [t.x, t.y] = [mix(x, x1, f), mix(y, y1, f)];
-    if (f >= 1) return changed();
-    show();
-    wake();
-    requestAnimationFrame(step);
-  };
-  requestAnimationFrame(step);
-}
-function addThing(cell) {
-  if (S.things.length >= 4) return;
-  S.sel = S.things.push(thing(S.shape, S.color, cell)) - 1;
-  S.shape = SHAPES.find(s => !S.things.some(t => t.shape === s)) || S.shape;
-  S.color = Object.keys(COLORS).find(c => !S.things.some(t => t.color === c)) || S.color;
-}
-// in a video, the chosen shape is the one that moves
-function choose(i) {
-  S.sel = i;
-  if (S.kind !== "clip" || i <= 0) return;
-  S.things.unshift(...S.things.splice(i, 1));
-  S.sel = 0;
-  S.q = `Which way does the ${S.things[0].shape} move?`;
-}
-const remove = i => { S.things.splice(i, 1); S.sel = S.things.length - 1; changed(); };
-
-const pad = $("pad");
-let drag = null, cursor = 4;
-const onPad = event => { const box = pad.getBoundingClientRect(); return [(event.clientX - box.left) / box.width * SIDE,
-  (event.clientY - box.top) / box.height * SIDE]; };
-const under = (x, y) => S.things.findLastIndex(t => Math.hypot(t.x - x, t.y - y) < 13);
-pad.onpointerdown = event => {
-  if (S.kind === "photo") return;
-  const [x, y] = onPad(event), i = under(x, y), cell = Math.floor(y / 28) * 3 + Math.floor(x / 28);
-  if (i >= 0) {
-    choose(i);
-    const t = S.things[S.sel];
-    drag = { dx: t.x - x, dy: t.y - y, x, y };
-    pad.setPointerCapture(event.pointerId);
-    changed();
-  } else if (cell >= 0 && cell < CELLS && S.things.length < 4) { addThing(cell); changed(); }
-  else { S.sel = -1; palette(); wake(); }
+$("asking").onsubmit = event => {
+  event.preventDefault();
+  const q = $("free").value.trim();
+  if (q) { $("edit").close(); ask(q); }
 };
-pad.onpointermove = event => {
-  const [x, y] = onPad(event);
-  if (drag) {
-    const t = S.things[S.sel];
-    if (Math.hypot(x - drag.x, y - drag.y) > 1.5) S.painting = true;
-    [t.x, t.y] = [x + drag.dx, y + drag.dy];
-    return changed(true);
-  }
-  S.cell = placeOf({ x: clamp(x, 0, 83), y: clamp(y, 0, 83) });
-  pad.style.cursor = S.kind === "photo" ? "default" : under(x,
-    y) >= 0 ? "grab" : S.things.length < 4 ? "copy" : "default";
-  wake();
-};
-pad.onpointerup = pad.onpointercancel = () => {
-  if (!drag) return;
-  const t = S.things[S.sel], isOut = [t.x, t.y].some(v => v < -8 || v > 92);
-  drag = null;
-  S.painting = false;
-  if (isOut) remove(S.sel); else settle(t);
-};
-pad.onpointerleave = () => { S.cell = -1; wake(); };
-const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-pad.onkeydown = event => {
-  const t = S.things[S.sel], go = ARROWS[event.key];
-  if (S.kind === "photo") return;
-  if (go) {
-    const from = t ? placeOf(t) : cursor,
-      to = clamp(Math.floor(from / 3) + go[1], 0, 2) * 3 + clamp(from % 3 + go[0], 0, 2);
-    event.preventDefault();
-    if (!t) { cursor = S.cell = to; return wake(); }
-    const other = S.things.find(u => u !== t && placeOf(u) === to);
-    if (other) put(other, from);
-    put(t, to);
-    return changed();
-  }
-  if (event.key === "Enter") {
-    event.preventDefault();
-    const i = S.things.findIndex(u => placeOf(u) === cursor);
-    if (t) { cursor = placeOf(t); S.sel = -1; } else if (i >= 0) choose(i); else addThing(cursor);
-    changed();
-  } else if ((event.key === "Delete" || event.key === "Backspace") && t) { event.preventDefault(); remove(S.sel); }
-};
-$("remove").onclick = () => { if (S.things[S.sel]) remove(S.sel); };
-function another() {
-  const shuffled = list => list.map(v => [Math.random(), v]).sort((a, b) => a[0] - b[0]).map(([, v]) => v);
-  const shapes = shuffled(SHAPES), colors = shuffled(Object.keys(COLORS)), places = shuffled([...PLACES.keys()]),
-    count = 2 + Math.floor(Math.random() * 3);
-  S.things = shapes.slice(0, count).map((s, i) => thing(s, colors[i], places[i]));
-  S.sel = 0;
-  S.breaks = {};
-  S.drop.clear();
+$("question").onchange = event => ask(event.target.value);
+$("shuffle").onclick = () => {
+  const pick = (list, n) => { const rest = [...list]; return Array.from({ length: n }, () => rest.splice(Math.floor(Math.random() * rest.length), 1)[0]); };
+  const shapes = pick(SHAPES, 3), paints = pick(Object.keys(COLORS), 3), places = pick([...PLACES.keys()], 3);
+  remember();
+  S.things = shapes.map((shape, i) => thing(shape, paints[i], places[i]));
   if (S.kind === "photo") S.kind = "picture";
+  const off = Math.max(0, S.things.findIndex(t => t.place % 4));   // ask about one that h and w can move
   S.aim();
-  S.q = firstQuestion(S);
-  S.readPrompt();
-  S.choose(places[0]);
-  changed();
-}
-$("other").onclick = another;
-$("again").onclick = () => { another(); go(0); };
-$("mend").onclick = () => { S.breaks = {}; S.drop.clear(); show(); think(); };
-all("[data-ask]").forEach(button => {
-  button.onclick = () => {
-    const t = S.things[S.sel] || S.things[0];
-    if (t) setQuestion(button.dataset.ask === "color" ? `What color is the ${t.shape}?` : `Where is the ${t.shape}?`);
-  };
-});
-all(".switch").forEach(box => {
-  for (const [name, { chapter, name: title, what }] of Object.entries(SWITCHES)) {
-    if (chapter !== Number(box.dataset.chapter)) continue;
-    const button = el("button", { onclick: () => { S.breaks[name] = !S.breaks[name]; show(); think(); } });
-    button.dataset.name = name;
-    button.dataset.only = SWITCHES[name].only || "";
-    button.setAttribute("role", "switch");
-    button.setAttribute("aria-checked", "false");
-    button.append(el("span", { className: "knob" }), el("span", {}, title, el("small", { textContent: what })));
-    box.append(button);
-  }
-});
-// EVS drops the tokens that changed least since the previous frame
-$("evs").onclick = () => {
-  S.drop = new Set(S.drop.size || !S.res ? [] : unchanged(S.res.tokens, S.M, 0.5));
-  think();
-};
-function towerControls() {
-  radios("blocks", [...Array(DATA.config.vision.depth).keys()].map(b => `${b + 1}`), S.block,
-    b => { S.block = b; towerControls(); chosen(); });
-  [...$("blocks").children].forEach((node,
-    b) => node.append(el("small", { textContent: S.hasWindows && b % 2 === 0 ? "windows" : "full" })));
-  radios("tower-heads", ["mean", "1", "2", "3", "4"], S.towerHead + 1,
-    h => { S.towerHead = h - 1; towerControls(); chosen(); });
-}
-const chosen = () => { derive(); sentences(); save(); wake(); };
-all("details.numbers").forEach(box => { box.append(el("dl")); box.ontoggle = numbers; });
-
-// ---------------------------------------------------------------- the stage: what the pointer can choose, arrows can
-
-const canvas = $("stage"), local = event => {
-  const box = canvas.getBoundingClientRect();
-  return stage.at(event.clientX - box.left, event.clientY - box.top);
-};
-function pick(h) {
-  if (h.kind === "patch") { S.patch = h.id; stage.rescan(); }
-  if (h.kind === "col") { S.col = h.id; if (h.id >= S.off && h.id < S.off + S.M) S.token = h.id - S.off; }
-  if (h.kind === "px") S.px = h.id;
-  if (h.kind === "token") S.choose(h.id);
-  if (h.kind === "head") { S.head = [h.id >> 2, h.id & 3]; S.chosen = true; }
-  if (h.kind === "drop") { S.drop.has(h.id) ? S.drop.delete(h.id) : S.drop.add(h.id); S.choose(h.id); return think(); }
-  chosen();
-}
-canvas.onpointermove = event => {
-  const h = local(event);
-  canvas.style.cursor = h ? "pointer" : "default";
-  if (h?.kind === "px" && S.px !== h.id) { S.px = h.id; wake(); }
-  if (h?.kind === "col" && event.pointerType === "mouse" && S.col !== h.id) pick(h);
-};
-canvas.onclick = event => { const h = local(event); if (h) pick(h); };
-canvas.onkeydown = event => {
-  const go = ARROWS[event.key], k = shown, [dx, dy] = go || [0, 0];
-  if (event.key === "Enter" && k === 5) return pick({ kind: "drop", id: S.token });
-  if (!go) return;
-  const step = (n, columns, rows) => clamp(n % columns + dx, 0,
-    columns - 1) + columns * clamp(Math.floor(n / columns) + dy, 0, rows - 1);
-  if (k >= 1 && k <= 3) {
-    const [r, c] = gridOf(S.patch), frame = Math.floor(S.patch / 36),
-      to = clamp(frame * GRID + r + dy, 0, S.T * GRID - 1);
-    pick({ kind: "patch", id: patchAtGrid(Math.floor(to / GRID), to % GRID, clamp(c + dx, 0, GRID - 1)) });
-  } else if (k === 6) pick({ kind: "col",
-    id: clamp(S.col + dx + 3 * dy, Math.max(S.fold, S.off - 4), Math.min(S.ids.length, S.off + S.M + 7) - 1) });
-  else if (k === 8) pick({ kind: "head", id: step(S.head[0] * 4 + S.head[1], 4, 3) });
-  else if (k >= 4) pick({ kind: "token", id: k === 5 ? clamp(S.token + dx, 0, S.M - 1) : step(S.token, 3, 3 * S.T) });
-  else return;
-  event.preventDefault();
+  ask(S.kind === "clip" ? questionsOf("clip", S.things, S.isBoxedIn())[0] : `Where is the ${S.things[off].shape}?`);
 };
 
-// ---------------------------------------------------------------- chapters: scroll is the clock
+// ---------------------------------------------------------------- dialogs, keys, and the address
 
-const sections = all("section"), isNarrow = () => innerWidth < 1040;
-let marksOf = [], travelling = 0, shown = -1;
-function measure() {
-  stage.size();
-  const bar = $("bar").offsetHeight, covered = isNarrow() ? bar + $("stagein").offsetHeight : bar,
-    seen = innerHeight - covered;
-  marksOf = sections.map(section => {
-    const h = section.offsetHeight;
-    return { y: section.getBoundingClientRect().top + scrollY - covered, from: Math.max(0.12, 1 - 0.8 * seen / h),
-      to: Math.min(0.97, Math.max(0.6, 1 - 0.1 * seen / h)) };
-  });
-  const [x, y, side] = stage.box();
-  Object.assign(pad.style, { left: x + "px", top: y + "px", width: side + "px", height: side + "px" });
-  wake();
+function numbers() {
+  const rows = NUMBERS[S.stage](view(1));
+  $("rows").replaceChildren(...rows.flatMap(([what, formula]) => [el("dt", { textContent: what }), el("dd", { textContent: formula })]));
 }
-function progress() {
-  const y = scrollY + 1, k = Math.max(0, marksOf.findLastIndex(mark => y >= mark.y)), mark = marksOf[k],
-    next = marksOf[k + 1];
-  if (!mark || !next) return k;
-  const f = clamp(((y - mark.y) / (next.y - mark.y) - mark.from) / (mark.to - mark.from));
-  return k + (still.matches ? Math.round(f) : f);
-}
-function go(k) {
-  const to = Math.min(marksOf[clamp(k, 0, sections.length - 1)].y, document.documentElement.scrollHeight - innerHeight),
-    from = scrollY;
-  if (still.matches) return scrollTo(0, to);
-  const start = performance.now(), id = ++travelling, span = Math.abs(to - from) < innerHeight * 2 ? 1500 : 900;
-  const step = now => {
-    if (id !== travelling) return;
-    const f = clamp((now - start) / span), eased = f < 0.5 ? 4 * f ** 3 : 1 - (2 - 2 * f) ** 3 / 2;
-    scrollTo(0, mix(from, to, eased));
-    if (f < 1) requestAnimationFrame(step);
-  };
-  requestAnimationFrame(step);
-}
-for (const kind of ["wheel", "touchstart"]) addEventListener(kind, () => travelling++, { passive: true });
-sections.forEach((section, i) => {
-  const a = el("a", { href: "#c=" + i, onclick: event => { event.preventDefault(); go(i); } },
-    el("span", { textContent: section.dataset.name }));
-  a.setAttribute("aria-label", section.dataset.name);
-  $("rail").append(a);
-});
-$("home").onclick = event => { event.preventDefault(); go(0); };
-let aim = 0, aimed = 0;
-addEventListener("keydown", event => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
-  if (event.key === " " && event.target.closest("button, a, summary")) return;
-  const on = event.key === " " && !event.shiftKey || event.key === "PageDown",
-    back = event.key === " " && event.shiftKey || event.key === "PageUp";
-  if (!on && !back) return;
-  event.preventDefault();
-  const now = performance.now(), at = now - aimed < 1500 ? aim : Math.round(progress());
-  aim = clamp(at + (on ? 1 : -1), 0, sections.length - 1);
-  aimed = now;
-  go(aim);
-});
-function arrived(k) {
-  if (k === shown) return;
-  shown = k;
-  [...$("rail").children].forEach((a, i) => {
-    a.classList.toggle("done", i < k);
-    i === k ? a.setAttribute("aria-current", "step") : a.removeAttribute("aria-current");
-  });
-  pad.style.display = k === 0 ? "" : "none";
-  if (k === 1) stage.rescan();
-  if (k >= 8) table();
-  save();
-  sentences();
-}
-
-// ---------------------------------------------------------------- the address, the clock, the start
+$("numbers").onclick = () => { numbers(); $("formulas").showModal(); };
+const light = () => colorsOf(true);
+$("share").onclick = () => {
+  save.now();
+  const { lead, said, sure } = sharedText(S);
+  $("link").value = location.href;
+  $("png").src = drawCard(S, light(), view).toDataURL("image/png");
+  $("png").alt = `${lead}${said}, ${sure}. ${S.q} ${described()}.`;
+  $("unshared").textContent = S.kind === "photo" && S.photo === "own" ? "Your photo stays with you: it is in the picture, but not in the link." : "";
+  $("send").hidden = !navigator.share;
+  $("copy").textContent = "Copy link";
+  $("card").showModal();
+};
+$("copy").onclick = async () => {
+  try { await navigator.clipboard.writeText($("link").value); } catch { $("link").select(); document.execCommand("copy"); }
+  $("copy").textContent = "Copied";
+};
+$("save").onclick = () => el("a", { href: $("png").src, download: `broken-${S.broken}.png` }).click();
+$("send").onclick = () => navigator.share({ text: $("png").alt, url: $("link").value }).catch(() => {});
+for (const dialog of all("dialog")) dialog.onclick = event => { if (event.target === dialog) dialog.close(); };
 
 let saving = 0;
-function save() {
+function save() { clearTimeout(saving); saving = setTimeout(save.now, 150); }
+save.now = () => {
   clearTimeout(saving);
-  saving = setTimeout(() => {
-    try { history.replaceState(null, "", "#" + S.toHash(Math.max(0, shown))); } catch { /* a page in a frame may not */ }
-  }, 300);
-}
-let isAwake = false, tickTock = 0;
-function wake() { if (!isAwake) { isAwake = true; requestAnimationFrame(tick); } }
-function tick(now) {
-  isAwake = false;
-  const p = progress();
-  arrived(Math.round(p));
-  const isMoving = S.kind === "clip" && p < 0.5 && !still.matches && !drag;
-  if (isMoving) S.frame = Math.floor(now / 500) % 8 % 6 === 0 && Math.floor(now / 500) % 8 > 5 ? 5 : Math.min(5,
-    Math.floor(now / 500) % 8);
-  else if (S.kind === "clip") S.frame = p < 0.5 && !still.matches ? 0 : 5;
-  if (stage.draw(p, now)) wake();
-  else if (isMoving) { clearTimeout(tickTock); tickTock = setTimeout(wake, 120); }
-}
+  try { history.replaceState({ v: S.stage }, "", S.toHash()); } catch { /* a page in a frame may not */ }
+};
 function restore() {
-  const chapter = S.fromHash(location.hash);
-  settled = S.written();
-  if (S.kind === "photo") choosePhoto(S.photo); else changed();
-  towerControls();
-  measure();
-  scrollTo(0, chapter ? marksOf[chapter].y : 0);
-  arrived(chapter);
+  S.fromHash(location.hash);
+  S.isLinked = Boolean(S.stage);
+  if (S.kind === "photo" && DATA.photos[S.photo]) choosePhoto(S.photo); else { think(); show(); }
 }
-addEventListener("scroll", wake, { passive: true });
-addEventListener("resize", measure);
-addEventListener("hashchange", restore);
-new ResizeObserver(measure).observe($("story"));
-dark.addEventListener("change", () => { stage.theme(); palette(); wake(); });
+addEventListener("popstate", event => {
+  if (!event.state) return restore();
+  Object.assign(S, { stage: event.state.v, note: "", focus: null });
+  chosen();
+});
+addEventListener("keydown", event => {
+  if (event.target.closest("dialog, select, input") || event.metaKey || event.ctrlKey || event.altKey) return;
+  if (event.key === "Escape" && S.stage) close();
+  if (event.key !== " " || event.target.closest("button, a")) return;
+  event.preventDefault();                                 // the tour: one box after the other
+  const path = ["", ...S.stages], at = path.indexOf(S.stage);
+  open(path[(at + (event.shiftKey ? path.length - 1 : 1)) % path.length]);
+});
+$("home").onclick = () => { if (S.stage) close(); };
+addEventListener("resize", () => { panels.forEach(p => p.size()); show(); });
+dark.addEventListener("change", () => { palette = colorsOf(false); show(); });
 still.addEventListener("change", wake);
-if ("scrollRestoration" in history) history.scrollRestoration = "manual";
-document.body.dataset.tower = S.hasWindows ? "windows" : "full";
-for (const [name, address] of Object.entries(DATA.links)) $("links").append(el("a",
-  { href: address, textContent: name }));
-if (DATA.index) $("links").prepend(el("a", { href: DATA.index, textContent: "refvl: all pages" }));
-stage.theme();
+
+palette = colorsOf(false);
+const isFirst = location.hash.length < 2 && !still.matches;
 restore();
+if (isFirst) {                                            // the same model twice; then the switch flips, once
+  S.on = false;
+  idle.push(() => setTimeout(() => { if (!S.on && !S.touched && !S.stage) { S.on = true; pour(); chosen(); } }, 1100));
+  show();
+}
 boot();
 
 // ---------------------------------------------------------------- for tests and the curious
 
-const answered = () => new Promise(done => waiting.push(done)).then(() => {
-  const [first, second] = S.res.steps[0].top;
-  return { text: S.said, margin: first[2] - second[2], ms: S.ms };
-});
+const answer = async () => {
+  await settled();
+  const R = S.on ? S.B : S.A, [first, second] = R.steps[0].top;
+  return { text: S.said(R), margin: first[2] - second[2], ms: S.ms };
+};
 window.refvl = {
-  scene(things) {
-    setKind("picture");
-    S.things = things.map(t => thing(t.shape, t.color, t.place));
-    S.sel = 0;
-    changed();
-  },
-  clip(things, direction) { this.scene(things); S.kind = "clip"; S.direction = direction; changed(); },
+  breaks: Object.keys(BREAKS).filter(name => DATA.bites[name] || S.offers(name)), state: S, answer, settled, go: open, choose,
+  scene(things) { S.things = things.map(t => ({ ...t })); setKind("picture"); },
+  clip(things, direction) { S.things = things.map(t => ({ ...t })); S.direction = direction; setKind("clip"); },
   photo: name => choosePhoto(name),
-  break(names) {
-    S.breaks = Object.fromEntries([names].flat().map(name => [name, true]));
-    S.drop.clear();
-    show();
-    think();
+  break(names) { const [name] = [names].flat(); Object.assign(S, { touched: true, on: Boolean(name), broken: name || S.broken }); think(); show(); },
+  ask(text) { ask(text); return answer(); },
+  async broken(name, text) {
+    if (!S.offers(name)) throw new RangeError(`name: expected one of ${this.breaks.join(", ")}, for this input, got ${name}`);
+    Object.assign(S, { broken: name, on: true, touched: true });
+    ask(text);
+    await settled();
+    const isChanged = S.said(S.A) !== S.said(S.B), [cause, reason] = isChanged ? [null, null] : why(S);
+    return { text: S.said(S.B), intact: S.said(S.A), p: sureOf(S.B), cause, reason, change: S.change };
   },
-  ask(text) { const answer = answered(); setQuestion(text); return answer; },
-  answer: answered, pixels: () => framesOf(S.breaks.stale), go, state: S,
+  share() {
+    save.now();
+    const { lead, said, sure } = sharedText(S);
+    return { url: location.href, alt: `${lead}${said}, ${sure}. ${S.q} ${described()}.` };
+  },
+  truth: () => truthOf(S.kind, S.things, S.direction, S.q), pixels: framesOf,
 };

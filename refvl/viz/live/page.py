@@ -28,11 +28,14 @@ from tokenizers import Tokenizer
 from refvl.families import load_processor, read_config
 from refvl.paths import DATA, check_clone
 from refvl.pixels.media import load_image
-from refvl.viz.style import filled, variables
+from refvl.viz.style import THEMES, filled, variables
 
 FOLDER = Path(__file__).parent
 SIDE = 84  # px of a painted scene
 LIVE = {"tiny-qwen2_5_vl": "Qwen2.5-VL", "tiny-qwen3_vl": "Qwen3-VL"}  # checkpoints with a page, and their families
+STILL = DATA / "figures" / "live.png"  # the opening; written by tests/browser/test_live_page.py
+BITES = DATA / "measurements" / "live_bites.json"  # written by tests/viz/test_live.py
+ALT = "The same scene twice, with the same weights: intact, the model says top right; with h and w exchanged, bottom left."
 PHOTOS = {"coffee": "a cup of coffee", "chelsea": "a cat", "rocket": "a rocket", "astronaut": "an astronaut"}
 PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # as `model.js` names tensors
 SITE = {"tiny-qwen2_5_vl": "live.html", "tiny-qwen3_vl": "live-qwen3_vl.html"}  # their pages in `make site`
@@ -54,13 +57,17 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
     numbers = sum(rows * values for _, _, rows, values in meta.values())
-    data = settings(folder) | {"meta": meta, "index": index, "links": dict(links or {})}
+    data = settings(folder) | {"meta": meta, "bites": bites(checkpoint)}
+    addresses = {"all pages": index} | dict(links or {})
     return filled(
         FOLDER / "page.html",
         style=style(),
         family=html.escape(LIVE[checkpoint]),
         numbers=f"{numbers / 1e6:.2f} million",
-        model=source("worker"),
+        links=" ".join(f'<a href="{a}">{html.escape(text)}</a>' for text, a in addresses.items() if a),
+        still=as_url(STILL.read_bytes(), "png"),
+        alt=ALT,
+        worker=source("worker"),
         app=source("app"),
         data=as_json(data),
         weights=base64.b64encode(zlib.compress(weights, 9)).decode(),
@@ -75,10 +82,8 @@ def check_checkpoint(checkpoint: str) -> str:
     return checkpoint
 
 
-def source(name: str) -> str:
-    """Return `name`.js as one script, with every module that it imports, directly or not,
-    before its first use.
-    """
+def source(*names: str) -> str:
+    """Return modules as one script, with every module that they import, directly or not, before its first use."""
     written = dict[str, str]()
 
     def write(module: str) -> None:
@@ -88,13 +93,21 @@ def source(name: str) -> str:
                 write(needed)
         written[module] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.M)
 
-    write(name)
+    for name in names:
+        if name not in written:
+            write(name)
     return "\n".join(written.values())
 
 
 def style() -> str:
     """Return the palette of figures and explorers as variables, followed by the style sheet."""
-    return variables(*"thw") + (FOLDER / "style.css").read_text(encoding="utf-8")
+    light = ";".join(f"--{axis}:{THEMES['light'][axis]}" for axis in "thw")
+    return f"{variables(*'thw')}:root[data-theme=light]{{{light}}}\n{(FOLDER / 'style.css').read_text(encoding='utf-8')}"
+
+
+def bites(checkpoint: str) -> dict[str, Any]:
+    """Return, for each thing that can be exchanged, an input and a question whose answer changes, and the counts."""
+    return json.loads(BITES.read_text(encoding="utf-8"))[checkpoint]
 
 
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
@@ -196,7 +209,12 @@ def photo(name: str) -> str:
     small = picture.crop((left, top, left + side, top + side)).resize((2 * SIDE, 2 * SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     small.save(buffer, "jpeg", quality=80)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return as_url(buffer.getvalue(), "jpeg")
+
+
+def as_url(picture: bytes, kind: str) -> str:
+    """Return an image file as a `data:` URL."""
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
 def as_json(value: Any) -> str:

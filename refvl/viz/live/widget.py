@@ -5,10 +5,7 @@ import base64
 import anywidget
 import traitlets
 
-from refvl.paths import DATA
-from refvl.viz.live.page import FOLDER, LIVE, check_checkpoint, page
-
-STILL = DATA / "figures" / "live.png"  # written by tests/browser/test_live_page.py
+from refvl.viz.live.page import ALT, FOLDER, LIVE, STILL, check_checkpoint, page
 
 
 class LivePage(anywidget.AnyWidget):
@@ -29,8 +26,7 @@ class LivePage(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs):
         """Return the frame, with a still image and a sentence for places where it cannot run."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        text = f"A small {LIVE[self.checkpoint]} in the browser: paint a scene, ask about it, and follow your image "
-        text += "to the word."
+        text = f"A small {LIVE[self.checkpoint]} in the browser. {ALT}"
         data |= {"text/plain": text}
         if STILL.is_file():
             data |= {"image/png": base64.b64encode(STILL.read_bytes()).decode()}

@@ -1,135 +1,171 @@
-// What the page says about the record: questions that fit the input, and one sentence for each chapter. S: the state.
-import { CELLS, gridOf } from "./layout.js";
-import { COLORS, PLACES, SHAPES, placeOf } from "./pixels.js";
-import { SWITCHES, nameOfPlace } from "./state.js";
+// What the page says: the questions that fit an input, what would be right, and one sentence for each result.
+import { BREAKS } from "./breaks.js";
+import { CELLS, finder, lookOf, percent, sureOf, surety, towerLook } from "./change.js";
+import { COLORS, PLACES, SHAPES } from "./pixels.js";
+import { MOST_TOKENS } from "./state.js";
 
-// ---------------------------------------------------------------- questions
+export const H = '<i class="h">h</i>', W = '<i class="w">w</i>', T = '<i class="t">t</i>';
+export const marked = text => text.replace("%h", H).replace("%w", W).replace("%t", T);
+export const esc = text => String(text).replace(/[&<>"]/g, c => `&#${c.charCodeAt(0)};`);
+const COUNTS = ["", "one", "two", "three", "four"], HOW_MANY = "How many objects are there?";
 
-// every question that the menu offers
-export function questions(S) {
-  const unique = list => [...new Set(list)];
-  const shapes = unique(S.things.map(t => t.shape)), colors = unique(S.things.map(t => t.color));
-  const counted = "How many objects are there?";
-  if (S.kind === "photo") return ["What is in the picture?", "What color is the circle?", counted];
-  if (S.kind === "clip") return [
-    ...shapes.map(s => `Which way does the ${s} move?`), "What moves?",
-    ...shapes.map(s => `What color is the ${s}?`), "What is in the clip?",
-  ];
-  const absent = SHAPES.find(s => !shapes.includes(s)) || "star";
-  return [
-    ...[...shapes, absent].map(s => `Where is the ${s}?`), ...colors.map(c => `Where is the ${c} object?`),
-    ...[...shapes, absent].map(s => `What color is the ${s}?`), ...colors.map(c => `What shape is the ${c} object?`),
-    ...unique([...S.things.map(t => PLACES[placeOf(t)]), "picture"]).map(p => `What is in the ${p}?`),
-    ...shapes.map(s => `Which row is the ${s} in?`), counted,
-  ];
-}
+// ---------------------------------------------------------------- questions and what would be right
 
-// the few beside the image, about the chosen shape
-export function offered(S) {
-  const t = S.kind === "clip" ? S.things[0] : S.things[S.sel] || S.things[0];
-  if (S.kind === "photo") return questions(S).slice(0, 2);
-  if (!t) return ["How many objects are there?", "Where is the circle?"];
-  if (S.kind === "clip") {
-    const [way, color] = [`Which way does the ${t.shape} move?`, `What color is the ${t.shape}?`];
-    return [way, "What moves?", color, "What is in the clip?"];
+// every question that the page offers about things [{shape, color, place}]
+export function questionsOf(kind, things, isBoxedIn = false) {
+  const unique = list => [...new Set(list)], shapes = unique(things.map(t => t.shape)), colors = unique(things.map(t => t.color));
+  if (kind === "photo") return ["What is in the picture?", "What color is the circle?", HOW_MANY];
+  const color = shapes.map(s => `What color is the ${s}?`);
+  if (kind === "clip") {
+    const moves = isBoxedIn || !things.length ? [] : [`Which way does the ${things[0].shape} move?`, "What moves?"];
+    return [...moves, ...color, "What is in the clip?"];
   }
-  const isOnly = part => S.things.filter(u => u[part] === t[part]).length === 1;
-  const named = isOnly("shape") || !isOnly("color") ? t.shape : `${t.color} object`;
+  const absent = SHAPES.find(s => !shapes.includes(s));
   return [
-    `Where is the ${named}?`, `What color is the ${t.shape}?`, `What is in the ${PLACES[placeOf(t)]}?`,
-    "How many objects are there?",
+    ...shapes.map(s => `Where is the ${s}?`), ...color, ...colors.map(c => `What shape is the ${c} object?`),
+    ...unique(things.map(t => PLACES[t.place])).map(p => `What is in the ${p}?`),
+    ...shapes.map(s => `Which row is the ${s} in?`), HOW_MANY, `Where is the ${absent}?`,
   ];
 }
 
-export function firstQuestion(S) {
-  const [first] = S.things;
-  if (S.kind === "photo") return "What is in the picture?";
-  if (!first) return "How many objects are there?";
-  return S.kind === "clip" ? `Which way does the ${first.shape} move?` : `Where is the ${first.shape}?`;
+// the right answer to one of these questions; undefined where it is not known, or not one
+export function truthOf(kind, things, direction, q) {
+  if (kind === "photo") return undefined;
+  const [, asks, word] = q.match(/^(Where is|What color is|What shape is|Which row is|Which way does) the (\w+)/) || [];
+  const key = SHAPES.includes(word) ? "shape" : Object.hasOwn(COLORS, word || "") ? "color" : "";
+  const found = things.filter(t => t[key] === word), [one] = found;
+  if (q === HOW_MANY) return COUNTS[things.length] || undefined;
+  if (q === "What moves?" && things.length) return `the ${things[0].color} ${things[0].shape}`;
+  const there = things.find(t => q === `What is in the ${PLACES[t.place]}?`);
+  if (there) return `a ${there.color} ${there.shape}`;
+  if (!key || found.length > 1) return undefined;
+  if (!one) return `There is no ${word}${key === "color" ? " object" : ""}.`;
+  if (asks === "Which way does") return one === things[0] ? direction : undefined;
+  return { "Where is": PLACES[one.place], "What color is": one.color, "What shape is": one.shape,
+    "Which row is": ["top", "middle", "bottom"][Math.floor(one.place / 3)] }[asks];
 }
 
-// ---------------------------------------------------------------- sentences
+// ---------------------------------------------------------------- why an answer survived, from the two records
 
-const share = v => v > 0.9995 ? "≈ 100 %" : v < 0.0005 ? "≈ 0 %" : `${(100 * v).toFixed(1)} %`;
-const medium = S => S.kind === "clip" ? "video" : "image";
-const frames = pair => `frames ${2 * pair + 1} and ${2 * pair + 2}`;
-
-export function brokenWords(S) {
-  const out = S.drop.size, names = Object.keys(SWITCHES).filter(name => S.breaks[name]).map(name => SWITCHES[name].said);
-  if (out) names.push(out === S.M ? `no ${medium(S)}` : out === 1 ? "one token removed" : `${out} tokens removed`);
-  return names.join(", ") + (S.isWrong ? "" : ": same answer");
-}
-
-export function lookWords(S) {
-  const name = i => { const [r, c] = gridOf(i); return `line ${r + 1}, column ${c + 1}`; };
-  const others = [...S.look.keys()].filter(i => i !== S.patch);
-  const best = others.reduce((a, b) => S.look[b] > S.look[a] ? b : a);
-  const when = S.T > 1 ? `, ${frames(Math.floor(best / 36))}` : "", anywhere = S.T > 1 ? "any patch of its two frames" : "any patch";
-  const isFull = !S.hasWindows || S.block % 2 === 1 || S.breaks.open;
-  const where = isFull ? `In this layer, it may attend to ${anywhere}.` : "Its attention stays within its window.";
-  return `Apart from itself, the patch in ${name(S.patch)} attends most to ${name(best)}${when} (${share(S.look[best])}). ${where}`;
-}
-
-export function dropWords(S) {
-  const out = [...S.drop].map(nameOfPlace);
-  if (!out.length) return `With all ${S.M} tokens, the model says “${S.said}”.`;
-  const listed = out.length > 4 ? `${out.length} tokens` : out.map(n => `“${n}”`).join(", ");
-  const named = out.length === S.M ? "any of the tokens" : listed;
-  return `Without ${named}, the model says “${S.said}”${S.isWrong ? `, not “${S.truth}”` : ""}.`;
-}
-
-export function mapWords(S) {
-  const isWhere = /^(Where|Which row|Which column|Which way)|What is in the (?!picture|clip)/.test(S.q);
-  if (S.breaks.swap || S.breaks.one || S.breaks.back) {
-    if (S.isWrong) return `“${S.truth}” has become “${S.said}”.`;
-    const why = isWhere ? "this answer is its own mirror image" : "the question does not depend on positions";
-    return `Still “${S.said}”: ${why}.`;
+// [a name of the reason, the sentence]. S: the state with both records
+export function why(S) {
+  const { A, B, broken, off, q, change, heads } = S, asked = S.asked(), says = S.said(A);
+  const place = asked?.place, isPosition = BREAKS[broken].stage === "positions", isWhere = /^(Where|Which row|What is in the (?!pic|clip))/.test(q);
+  const same = ["pixels", "deepstack", "prompt", "positions"].every(stage => !change[stage]);
+  if (same) return ["unchanged", "No number that the language model reads has changed."];
+  if (isPosition && !asked && says.startsWith("There is no")) return ["absent", "It is not in the image, so it has no place that could be lost."];
+  if (broken === "swap" && isWhere && asked) {
+    const [h, w] = [1, 2].map(axis => A.positions[axis][off + place]);
+    if (h === w) return ["diagonal", `The ${asked.shape} has h ${h} and w ${w}: exchanged, they stay the same.`];
+    if (q.startsWith("Which row")) return ["row", `The ${asked.shape} moved from h ${h} to h ${w}, and the model still names the row.`];
   }
-  return isWhere ? `Now: “${S.said}”. Flip a switch and watch both the stamp and the answer.`
-    : `Now: “${S.said}”. This question does not depend on positions: ask where something is.`;
+  if (broken === "one" && isWhere && place === 0) return ["corner", `Every token is now at the top left, where the ${asked.shape} already was.`];
+  if (broken === "one" && /^Which row/.test(q) && place < 3) return ["corner", `Every token is now in the top row, where the ${asked.shape} already was.`];
+  if (isPosition && !isWhere && S.kind === "picture") {
+    const { head, token, share } = finder(A, 0, off, heads), now = lookOf(B, 0, head, heads)[off + token];
+    if (now > 0.3) return ["found", `The question does not ask for a place: a head still finds ${PLACES[token % CELLS]} by its content ` +
+      `(${percent(now)} of its attention, ${percent(share)} intact).`];
+  }
+  const lead = R => (R.steps[0].top[0][2] - R.steps[0].top[1][2]).toFixed(1);
+  const [most, size] = Object.entries(change).reduce((a, b) => b[1] > a[1] ? b : a);
+  return ["lead", `The ${most} changed by ${percent(size)}, but the word's lead over the runner-up only went from ${lead(A)} to ${lead(B)}.`];
 }
 
-export function headWords(S, word) {
-  const seen = [...S.share.slice(S.off, S.off + S.M)], best = seen.indexOf(Math.max(...seen));
-  const sum = seen.reduce((a, b) => a + b, 0), when = S.T > 1 ? ` of ${frames(Math.floor(best / CELLS))}` : "";
-  const [whole, most] = [sum, seen[best]].map(v => Math.round(100 * v));
-  return `Before “${word}”, head ${S.head[1] + 1} of layer ${S.head[0] + 1} gives ${whole} % of its attention to the ${medium(S)}, ` +
-    `and ${most} % to ${nameOfPlace(best)}${when} alone.`;
-}
+// ---------------------------------------------------------------- the headline and the line below it
 
-// parts of a sentence, [text, axis or ""]
-export function positionWords(S, label) {
-  const at = [0, 1, 2].map(axis => S.res.positions[axis][S.col]), isSeen = S.col >= S.off && S.col < S.off + S.M;
-  const name = isSeen ? nameOfPlace(S.col - S.off) : label(S.ids[S.col]).replace("⏎", "line break");
-  return [
-    [isSeen ? `The ${medium(S)} token at ` : "The token "], [name, "name"], [" has "], [`t ${at[0]}`, "t"], [", "], [`h ${at[1]}`, "h"],
-    [", "], [`w ${at[2]}`, "w"], [`. After the ${medium(S)}, text continues at ${S.res.positions[0][S.off + S.M]}.`],
-  ];
-}
-
-export function inputWords(S) {
-  const things = S.things.map(t => `${t.color} ${t.shape}, ${PLACES[placeOf(t)]}`).join("; ") || "empty";
-  if (S.kind === "photo") return "A photograph";
-  return S.kind === "clip" ? `A video: ${things}; the first shape moves ${S.direction}` : `The image: ${things}`;
-}
-
-// ---------------------------------------------------------------- images on buttons
-
-const tip = i => {
-  const r = i % 2 ? 5 : 11.5, a = Math.PI * i / 5;
-  return `${(14 + r * Math.sin(a)).toFixed(1)} ${(14 - r * Math.cos(a)).toFixed(1)}`;
+const TITLES = {
+  pixels: "What the model receives.", patches: "The image as a list: each column of four becomes one token.",
+  windows: "Which patches may look at each other.", deepstack: "Features of earlier blocks skip ahead to the first layers.",
+  tokens: "Four patches become one token.", prompt: "The image stands in the sentence, as tokens.",
+  word: "How sure it is, on a logarithmic scale.",
 };
-const drawing = content => `<svg viewBox="0 0 28 28" fill="currentColor" aria-hidden="true">${content}</svg>`;
-const OUTLINES = {
-  circle: '<circle cx="14" cy="14" r="10"/>',
-  square: '<rect x="5" y="5" width="18" height="18"/>',
-  triangle: '<path d="M14 3L24 22H4Z"/>',
-  cross: '<path d="M10.500 4h7v6.500h6.500v7h-6.500v6.500h-7v-6.500h-6.500v-7h6.500z"/>',
-  star: `<path d="M${[...Array(10).keys()].map(tip).join("L")}Z"/>`,
+const TODO = {                                            // one thing to do in each box
+  pixels: "Exchange red and blue.", patches: "Read the patches line by line.", windows: "Remove the windows.",
+  tower: "Choose a patch, then a head.", tokens: "Drag a shape and watch its token.", deepstack: "Leave DeepStack out.",
+  prompt: "Leave one place out.", positions: "Drag a shape, or choose a token.", attention: "Choose a head, or a word of the answer.",
+  word: "Ask another question.",
 };
-export const shapeIcon = shape => drawing(OUTLINES[shape]);
-export const colorIcon = (color, hasEdge) => drawing(
-  `<circle cx="14" cy="14" r="11" fill="rgb(${COLORS[color]})" stroke="var(--line)" stroke-width="${hasEdge ? 1.5 : 0}"/>`);
-export const arrowIcon = ([dx, dy]) => drawing(
-  `<g transform="rotate(${Math.atan2(dy, dx) * 180 / Math.PI} 14 14)" fill="none" stroke="currentColor" stroke-width="2" ` +
-  'stroke-linecap="round" stroke-linejoin="round"><path d="M5 14H23M16 7l7 7-7 7"/></g>');
+const quote = text => `“${esc(text)}”`;
+const named = S => ({ shape: S.asked()?.shape ?? "image" });
+
+// {head, line}: HTML; S: the state with both records
+export function sentences(S) {
+  const speak = { "": opening, positions, attention, tower }[S.stage] || other, { head, line } = speak(S);
+  const isHere = S.on && BREAKS[S.broken].stage === S.stage;
+  const todo = S.stage ? ` <span class="todo">${isHere ? "Flip the switch and compare." : TODO[S.stage]}</span>` : "";
+  return { head, line: line + todo };
+}
+
+function opening(S) {
+  const { A, B } = S, [a, b] = [A, B].map(S.said), truth = truthOf(S.kind, S.things, S.direction, S.q), p = sureOf(B);
+  const warned = edge(S);
+  if (!S.on) return { head: "The same model twice: nothing is exchanged.",
+    line: warned || (truth !== undefined && truth !== a ? `It is wrong even so: right is ${quote(truth)}.`
+      : S.kind === "photo" ? "Flip the switch to exchange one thing." : "Flip the switch to exchange one thing, or drag a shape.") };
+  if (a === b) return { head: `Broken, and yet still ${quote(cut(S, b))}.`, line: warned || esc(why(S)[1]) };
+  const sure = p > 0.99 && sureOf(A) > 0.99 ? "just as sure" : `${surety(p)} sure`;
+  const how = truth === undefined ? `Another answer, and ${sure}` : truth === a ? `Wrong, and ${sure}`
+    : truth === b ? "Right by accident: the intact model is wrong here" : "Wrong, but so is the intact model";
+  const known = S.broken === "swap" && truth === a ? "positions are how it knows where" : "";
+  const note = S.note || known;
+  return { head: `Same ${S.kind === "clip" ? "video" : "picture"}, same weights; ${marked(BREAKS[S.broken].only)}.`,
+    line: `<b class="bad">${how}</b>${note ? `: ${note}.` : "."}${warned ? ` ${warned}` : ""}` };
+}
+// inputs unlike those of training
+function edge(S) {
+  if (S.isLost) return "This link was made with somebody's own photo, which a link does not hold: here is another.";
+  if (S.kind === "picture" && !S.things.length) return "It was never trained on an empty scene: no answer here means anything.";
+  if (S.isBoxedIn()) return "The first shape is boxed in, so nothing moves: it was never trained on such a video.";
+  if (S.kind === "photo" && S.photo === "own") return "It knows painted scenes and four photos, not yours: watch the stages, not the answer.";
+  return "";
+}
+export const cut = (S, text) => S.isCut(S.on ? S.B : S.A) ? `${text} … (cut after ${MOST_TOKENS} tokens)` : text;
+
+function positions(S) {
+  const m = S.spot(), at = R => [0, 1, 2].map(axis => R.positions[axis][S.off + m]), there = S.at(m % CELLS);
+  const [one, two] = [S.A, S.B].map(at), owner = there && S.kind !== "photo" ? `The ${there.shape}` : `The token at ${PLACES[m % CELLS]}`;
+  const say = ([t, h, w]) => `${S.T > 1 ? `<b class="t">t ${t}</b>, ` : ""}<b class="h">h ${h}</b>, <b class="w">w ${w}</b>`;
+  const head = S.T > 1 ? `Every token says when and where it was: ${T}, ${H} down, ${W} across.`
+    : `Every image token says where it was: ${H} down, ${W} across.`;
+  if (!S.on || !S.change.positions) return { head, line: `${owner}: ${say(one)}${S.on ? "; this break leaves positions alone" : ""}.` };
+  if (S.broken === "drop" || S.broken === "evs") return { head, line: "The tokens that stay keep their positions: the gap stays open." };
+  if (S.broken === "one") return { head, line: `All ${S.M} tokens now say ${say(two)}: one pile in the corner.` };
+  if (one.join() === two.join()) return { head, line: `${owner}: ${say(one)}; exchanged, it stays where it was.` };
+  const told = S.broken === "swap" ? "the model is told of a mirrored picture" : "the last frames now come first";
+  return { head, line: `${owner}: ${say(one)} became ${say(two)}; ${told}.` };
+}
+
+const peak = list => list.reduce((best, v, i) => v > list[best] ? i : best, 0);
+function attention(S) {
+  const word = S.label(S.A.steps[Math.min(S.step, S.A.steps.length - 1)].top[0][0]), h = S.headNow();
+  const shares = R => [...lookOf(R, S.step, h, S.heads).slice(S.off, S.off + S.M)], [one, two] = [S.A, S.B].map(shares);
+  const [i, j] = [one, two].map(peak), on = S.kind === "picture" && S.at(i), name = `Head ${Math.floor(h / S.perLayer) + 1}·${h % S.perLayer + 1}`;
+  const place = m => PLACES[m % CELLS] + (S.T > 1 ? ` of frames ${2 * Math.floor(m / CELLS) + 1} and ${2 * Math.floor(m / CELLS) + 2}` : "");
+  const head = one[i] < 0.15 ? `Before ${quote(word)}, this head reads the text.`
+    : `Before ${quote(word)}, this head looks at ${on ? `the ${on.shape}` : place(i)}.`;
+  if (!S.on) return { head, line: `${name} gives ${percent(one[i])} of its attention to ${place(i)}.` };
+  if (i === j && S.said(S.A) !== S.said(S.B) && two[j] > 0.3) {
+    const told = S.broken === "swap" || S.broken === "one" ? "it finds the thing, and is told the wrong place" : "what went wrong is what it finds there";
+    return { head, line: `Broken, it still does (${percent(two[j])}): ${told}.` };
+  }
+  if (i !== j && one[i] > 0.15 && two[j] > 0.15) return { head,
+    line: `Broken, it looks at ${place(j)} instead (${percent(two[j])}; intact, ${percent(one[i])} at ${place(i)}).` };
+  return { head, line: `${name} gives ${place(i)} ${percent(one[i])} of its attention, and broken ${percent(two[i])}.` };
+}
+
+function tower(S) {
+  const h = S.towerHead, block = Math.floor(h / S.perBlock), R = S.on ? S.B : S.A, seat = S.seat();
+  const { look } = towerLook(R, block, h % S.perBlock, seat), others = [...look].map((v, i) => i === seat ? 0 : v), best = peak(others);
+  const isFull = !S.config.vision.fullatt_block_indexes || S.config.vision.fullatt_block_indexes.includes(block) || (S.on && S.broken === "open");
+  return { head: `In block ${block + 1}, a patch may look at ${isFull ? "its whole frame" : "its own window"}.`,
+    line: `Head ${h % S.perBlock + 1} of this patch reads ${percent(others[best])} from line ${Math.floor(best % 36 / 6) + 1}, column ${best % 6 + 1}` +
+      `${S.on ? `; after the last block, ${percent(S.change.tower)} has changed` : ""}.` };
+}
+
+function other(S) {
+  const c = S.change[S.stage], source = BREAKS[S.broken].stage, { shape } = named(S), head = TITLES[S.stage];
+  if (!S.on) return { head, line: shape === "image" ? "Nothing is exchanged: both sides are equal." : `Nothing is exchanged: both sides are equal. Follow the ${shape}.` };
+  if (source === S.stage) return { head, line: `Here it was broken: ${percent(c)} has changed.` };
+  if (c >= 0.0005) return { head, line: `The fault has arrived: ${percent(c)} has changed.` };
+  return { head, line: S.stages.indexOf(S.stage) < S.stages.indexOf(source) ? "The fault comes later: nothing has changed here." : "The fault does not pass here: nothing has changed." };
+}
