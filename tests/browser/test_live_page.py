@@ -254,18 +254,36 @@ def test_without_scripts_there_is_a_figure(opened, chromium):
 
 
 def test_a_still_for_the_index_and_the_notebook(opened):
-    """RECORD=1 keeps it in data/figures, and the moving picture of the README."""
+    """RECORD=1 keeps it in data/figures, with the moving picture of the README: flipped, dragged, looked into."""
     checkpoint, page, _, _, _ = opened
     if checkpoint != "tiny-qwen2_5_vl":
         return
-    page.set_viewport_size({"width": 1180, "height": 860})
+    frames: list[Image.Image] = []
+
+    def shoot(count: int = 1) -> None:
+        for _ in range(count):
+            page.wait_for_timeout(60)
+            frames.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB").resize((744, 504)))
+
+    page.set_viewport_size({"width": 1240, "height": 840})
     show(page, THINGS, WHERE)
-    page.evaluate("refvl.break('swap')")
-    settle(page)
+    shoot()
+    page.locator("#switch").click()
+    both(page)
+    shoot(3)
+    page.mouse.move(1, 1)
     page.screenshot(path=OUT / "live.png")
+    for stage, place in (("", 5), ("", 8), ("", 5), ("positions", 5), ("attention", 5), ("attention", 1), ("", 2)):
+        page.evaluate("stage => refvl.go(stage)", stage)
+        page.evaluate("place => { refvl.state.things[0].place = place; refvl.ask(refvl.state.q); }", place)
+        both(page)
+        shoot(4)
     if os.environ.get("RECORD") == "1":
         picture = Image.open(OUT / "live.png").convert("RGB")
         picture.quantize(160, dither=Image.Dither.NONE).save(live_page.STILL, optimize=True)
+        times = [1200] + [120, 120, 1500] + 7 * [120, 120, 120, 1100]
+        moving = live_page.STILL.with_suffix(".webp")
+        frames[0].save(moving, save_all=True, append_images=frames[1:], duration=times, loop=0, quality=70, method=6)
     page.set_viewport_size({"width": 1400, "height": 900})
 
 
