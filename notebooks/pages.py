@@ -80,7 +80,7 @@ def build(out: Path, base: str = "") -> dict[str, int]:
     """
     from refvl.viz.explorers.gallery import GALLERY
     from refvl.viz.journey import SHIPPED
-    from refvl.viz.live.widget import STILL
+    from refvl.viz.live.page import STILL
 
     paths = in_order((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
@@ -287,7 +287,7 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {f"notebooks/{stem}.html": title_of(notebook) for stem, notebook in notebooks.items()}
     titles |= {f"explorers/{name}.html": explorers[0].title for name, explorers in made.items()}
-    titles |= {"live.html": "Paint a scene and follow your image to the word", "reference.html": "API reference"}
+    titles |= {"live.html": "Broken, and sure: one thing exchanged", "reference.html": "API reference"}
     titles |= {f"journeys/{name}.html": f"{TITLE}: {asked.name}" for name, asked in SHIPPED.items()}
     minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()}
     minutes |= {"live.html": 8}
@@ -318,16 +318,15 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
 
 def live_item() -> str:
     """Return the section for the live page, which people are sent to first, with a still image of it."""
-    from refvl.viz.live.page import LIVE, SITE
-    from refvl.viz.live.widget import STILL
+    from refvl.viz.live.page import ALT, LIVE, SITE, STILL
 
-    still = small(STILL.read_bytes(), "A painted scene and the answer of the model", side=720)
+    still = small(STILL.read_bytes(), ALT, side=960)
     names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
     return (
         f'<div class=live><a href="live.html">{still}</a><div>'
-        '<h2><a href="live.html">Paint a scene, ask about it, and follow your image to the word</a></h2>'
-        "<p>A model runs in the page. Follow your image to its word, and break what is on the way: the answer changes "
-        f"before your eyes.</p><p><small>8 minutes, ten chapters; {names}</small></p></div></div>"
+        '<h2><a href="live.html">Broken, and sure</a></h2><p>The same picture and the same weights, twice. Row and '
+        "column are exchanged, and the model is wrong without a doubt. Break something else: it runs in the page.</p>"
+        f"<p><small>{names}</small></p></div></div>"
     )
 
 

@@ -1,24 +1,26 @@
-"""The live page: a small model that runs in the browser, and the path of an image through it,
-from pixels to a word.
+"""The live page: a small model runs in the browser twice, intact and with one thing exchanged.
 
 `live` shows it in Jupyter; `page.page` is the same as one HTML file, and `make site` writes it to
 `site/live.html`. The modules next to this file are plain JavaScript:
 
-    model.js, math.js     the forward pass of both families, with a record of every stage; it runs in a worker
-    pixels.js             scenes, videos, Pillow's resize
-    tokenizer.js          text to ids and back
-    layout.js, stage.js   the location of everything in each chapter, and the motion; seeing.js, reading.js: the rest
-    state.js, app.js      the reader's choices, and the controls around the stage; numbers.js has the formulas
+    model.js, math.js       the forward pass of both families, with a record of every stage
+    lab.js, worker.js       two runs of one input, in a worker; evs.js: what EVS prunes
+    pixels.js, tokenizer.js scenes, videos and Pillow's resize; text to ids and back
+    breaks.js               what can be exchanged, and the boxes of the map
+    change.js               how much every stage differs between the two records
+    state.js, words.js      the reader's choices and the address; questions, and what is said of a result
+    panel.js, minis.js      a side, and a stage as a picture; card.js: the picture to share; numbers.js: formulas
+    app.js                  the controls around them
 
 Scripts can use `window.refvl`: `scene([{shape, color, place}, ...])` with places 0 to 8, row by
-row, then `await ask(text)`, which resolves to `{text, margin, ms}`. `clip(things, direction)`,
-`photo(name)`, `break(names)` and `go(chapter)` do what the controls do, and `state.res` is the
-record of the last answer.
+row, then `await ask(text)`, which resolves to `{text, margin, ms}`, and `await broken(name, text)`
+to `{text, p, reason}`, where `reason` is null if the answer changed. `breaks` has the names;
+`clip(things, direction)`, `photo(name)`, `go(stage)` and `share()` do what the controls do.
 """
 
 
 def live(checkpoint: str = "tiny-qwen2_5_vl"):
-    """Paint a scene, ask a model that runs in the browser, and follow the image to the word.
+    """Show a model that runs in the browser, intact and with one thing exchanged.
 
     Needs anywidget.
 

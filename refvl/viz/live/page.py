@@ -35,7 +35,7 @@ SIDE = 84  # px of a painted scene
 LIVE = {"tiny-qwen2_5_vl": "Qwen2.5-VL", "tiny-qwen3_vl": "Qwen3-VL"}  # checkpoints with a page, and their families
 STILL = DATA / "figures" / "live.png"  # the opening; written by tests/browser/test_live_page.py
 BITES = DATA / "measurements" / "live_bites.json"  # written by tests/viz/test_live.py
-ALT = "The same scene twice, with the same weights: intact, the model says top right; with h and w exchanged, bottom left."
+ALT = "The same scene twice, the same weights: intact, the model says top right; with h and w exchanged, bottom left"
 PHOTOS = {"coffee": "a cup of coffee", "chelsea": "a cat", "rocket": "a rocket", "astronaut": "an astronaut"}
 PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # as `model.js` names tensors
 SITE = {"tiny-qwen2_5_vl": "live.html", "tiny-qwen3_vl": "live-qwen3_vl.html"}  # their pages in `make site`
@@ -102,7 +102,8 @@ def source(*names: str) -> str:
 def style() -> str:
     """Return the palette of figures and explorers as variables, followed by the style sheet."""
     light = ";".join(f"--{axis}:{THEMES['light'][axis]}" for axis in "thw")
-    return f"{variables(*'thw')}:root[data-theme=light]{{{light}}}\n{(FOLDER / 'style.css').read_text(encoding='utf-8')}"
+    sheet = (FOLDER / "style.css").read_text(encoding="utf-8")
+    return f"{variables(*'thw')}:root[data-theme=light]{{{light}}}\n{sheet}"
 
 
 def bites(checkpoint: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class LivePage(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs):
         """Return the frame, with a still image and a sentence for places where it cannot run."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
-        text = f"A small {LIVE[self.checkpoint]} in the browser. {ALT}"
+        text = f"A small {LIVE[self.checkpoint]} in the browser. {ALT}."
         data |= {"text/plain": text}
         if STILL.is_file():
             data |= {"image/png": base64.b64encode(STILL.read_bytes()).decode()}
