@@ -25,7 +25,7 @@ export default explorer(view => {
 
   // the axis of the errors, next to the short second line: a bar for each power of ten
   function scale(pen) {
-    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 5), bottom = LINE() + 2 + CELL();
+    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 6), bottom = LINE() + 2 + CELL();
     pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
     pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, LINE() - 4);
     ["0.1 %", "1 %", "10 %", "100 %", "1000 %"].forEach((text, power) => {
