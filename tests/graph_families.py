@@ -5,38 +5,21 @@ import random
 from dataclasses import dataclass
 
 import torch
-from towers import randomize
+from towers import CLASSES, randomize
 
-from refvl.encoders import (
-    Glm4vVisionConfig,
-    Glm4vVisionTransformer,
-    GlmOcrVisionConfig,
-    GlmOcrVisionTransformer,
-    MiniCPMV4_6Encoder,
-    MiniCPMV4_6VisionConfig,
-    Qwen2_5_VisionConfig,
-    Qwen2_5_VisionTransformer,
-    Qwen3VLVisionConfig,
-    Qwen3VLVisionTransformer,
-    Step3VisionConfig,
-    Step3VisionEncoder,
-    StepVLEncoder,
-    StepVLVisionConfig,
-)
-from refvl.families import FAMILIES
+from refvl.encoders import MiniCPMV4_6Encoder, Step3VisionEncoder, StepVLEncoder
+from refvl.families import FAMILIES as ROWS
 from refvl.graphs import EncoderGraphManager
 from refvl.pixels.slices import SliceGroup
 
-ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
-
-GRIDS = {
-    "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),
-    "Qwen3-VL": (Qwen3VLVisionTransformer, Qwen3VLVisionConfig),
-    "GLM-4.1V": (Glm4vVisionTransformer, Glm4vVisionConfig),
-    "GLM-OCR": (GlmOcrVisionTransformer, GlmOcrVisionConfig),
-}
-SQUARES = {"Step3-VL": (Step3VisionEncoder, Step3VisionConfig), "Step3-VL-10B": (StepVLEncoder, StepVLVisionConfig)}
-FOLDED = {"MiniCPM-V 4.6": (MiniCPMV4_6Encoder, MiniCPMV4_6VisionConfig)}
+ENCODERS = {family.version: family.encoder for family in ROWS if family.version}  # of MiniCPM-V
+NAVIT = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98}
+TIMM = {"img_size": 56, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+VIDEO = (SliceGroup(((3, 4), (3, 4), (2, 5)), (2, 6, 49)), SliceGroup(((3, 3),), (60,)), SliceGroup(((4, 4), (1, 2))))
+NAMES = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl", "GLM-4.1V": "glm4v", "GLM-OCR": "glm_ocr"}
+GRIDS = {family: CLASSES[name] for family, name in NAMES.items()}
+SQUARES = {"Step3-VL": Step3VisionEncoder, "Step3-VL-10B": StepVLEncoder}
+FOLDED = {"MiniCPM-V 4.6": MiniCPMV4_6Encoder}
 MINICPMV = {
     "hidden_size": 48, "query_num": 4, "scale_resolution": 56,
     "vision_config": {
@@ -47,15 +30,21 @@ MINICPMV = {
 FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5", *FOLDED, *SQUARES]
 
 
+def minicpmv(version: str, **changes) -> torch.nn.Module:
+    """MiniCPM-V's encoder with random weights."""
+    config = {"version": version, "hidden_size": 64, "query_num": 4, "scale_resolution": 56}
+    config["vision_config"] = TIMM if version == "2.0" else NAVIT
+    return randomize(ENCODERS[version].from_config(config | changes), 0.15)
+
+
 def build(family: str, seed: int = 0):
     """The encoder with wide random weights, so that a wrong row or a stale one is far off.
 
     Attention is sharp, and positions weigh as much as pixels: with zeros in their place outputs
     move by a tenth.
     """
-    if tiny := (GRIDS | SQUARES | FOLDED).get(family):
-        tower, config = tiny
-        encoder = tower(config.tiny())
+    if tower := (GRIDS | SQUARES | FOLDED).get(family):
+        encoder = tower(tower.config_class.tiny())
     else:
         encoder = ENCODERS[family.split()[-1]].from_config(MINICPMV)
     encoder = randomize(encoder, 0.2, seed)

@@ -64,6 +64,16 @@ def load(folder: Path, **options) -> refvl.VLM:
     return refvl.load(folder, device="cpu", progress=False, **options)
 
 
+def integers(bits: int, group: int):
+    """For `quantization_config`: integers of `bits`, groups of values sharing a scale."""
+    pytest.importorskip("torchao", reason="needs pip install -e '.[quantized]'")
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(quant_type=IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group)))
+
+
 def make(name: str, folder: Path) -> Path:
     """Write a checkpoint of this family to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)

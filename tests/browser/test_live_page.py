@@ -62,10 +62,12 @@ def center(page, place: int) -> tuple[float, float]:
 def test_it_answers_as_refvl_does(opened):
     """Ten random scenes as the page painted them, and questions of every kind."""
     checkpoint, page, _, _, _ = opened
-    rng, model = np.random.default_rng(7), shipped(checkpoint)
+    rng = np.random.default_rng(7)
+    model = shipped(checkpoint)
     for _ in range(10):
         count = int(rng.integers(1, 5))
-        shapes, colors = rng.permutation(scenes.SHAPES)[:count], rng.permutation(list(scenes.COLORS))[:count]
+        shapes = rng.permutation(scenes.SHAPES)[:count]
+        colors = rng.permutation(list(scenes.COLORS))[:count]
         things = [(str(s), str(c), int(p)) for s, c, p in zip(shapes, colors, rng.permutation(9)[:count], strict=True)]
         shape, color, _ = things[0]
         for question in (f"Where is the {shape}?", f"What shape is the {color} object?", "Tell me a joke"):
@@ -86,7 +88,8 @@ def test_a_clip_and_photographs(opened):
         assert page.evaluate("refvl.state.B.keep.length") == page.evaluate("refvl.state.ids.length") - 18
     page.evaluate("refvl.photo('coffee')")
     assert "coffee" in page.evaluate("refvl.ask('What is in the picture?')")["text"]
-    clear, file = Image.new("RGBA", (60, 40)), io.BytesIO()
+    clear = Image.new("RGBA", (60, 40))
+    file = io.BytesIO()
     clear.paste((255, 0, 0, 255), (20, 10, 40, 30))
     clear.save(file, "png")
     page.locator("#make").click()

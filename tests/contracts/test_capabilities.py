@@ -16,7 +16,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from random_models import HAS_5_23, NEWER, RANDOM, WITHOUT_VIDEOS, random_folder, random_model
+from random_models import HAS_5_23, NEWER, RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model
 
 import refvl
 from refvl.families import CAPABILITIES, FAMILIES
@@ -104,13 +104,8 @@ def lora(name):
 
 def quantised(name):
     """Oracle: a plain model with the matrices that the packed ones stand for."""
-    pytest.importorskip("torchao", reason="needs pip install -e '.[quantized]'")
-    from torchao.quantization import IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerGroup
-    from transformers import TorchAoConfig
-
-    layout = IntxWeightOnlyConfig(torch.int8, PerGroup(8))
-    packed, plain = load(name, quantization_config=TorchAoConfig(quant_type=layout)), load(name)
+    packed = load(name, quantization_config=integers(8, group=8))
+    plain = load(name)
     rounded = 0
     for theirs, ours in zip(packed.language_model.modules(), plain.language_model.modules(), strict=True):
         if hasattr(getattr(theirs, "weight", None), "dequantize") and type(theirs.weight.data) is not torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import pytest
 import torch
 from closeness import assert_agree
-from graph_families import poison
+from graph_families import ENCODERS, NAVIT, VIDEO, minicpmv, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import HAS_5_23
@@ -29,14 +29,11 @@ from refvl.encoders import (
     StepVLEncoder,
     StepVLVisionConfig,
 )
-from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.buffers import metadata_tensors
 from refvl.pixels.slices import SliceGroup
 from refvl.study.report import Trace
 from refvl.study.watch import TowerWatch
-
-ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
 NAN = float("nan")
 
@@ -101,10 +98,7 @@ def grid_case(family: str, std: float) -> Case:
 
 # --- MiniCPM-V --------------------------------------------------------------------------------------------------------
 
-NAVIT = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98}
-TIMM = {"img_size": 56, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
 SLICES = st.tuples(st.integers(1, 8), st.integers(1, 8))
-VIDEO = (SliceGroup(((3, 4), (3, 4), (2, 5)), (2, 6, 49)), SliceGroup(((3, 3),), (60,)), SliceGroup(((4, 4), (1, 2))))
 
 
 @st.composite
@@ -137,13 +131,11 @@ def padded_modules(encoder, rows: Tensor, layouts) -> Tensor:
 
 
 def minicpmv_case(version: str) -> Case:
-    vision = TIMM if version == "2.0" else NAVIT
-    config = {"hidden_size": 64, "query_num": 4, "vision_config": vision, "scale_resolution": 56}
     images = st.lists(SLICES, min_size=1, max_size=5).map(tuple)
     videos = st.lists(st.one_of(frame_groups(), SLICES), min_size=1, max_size=4).map(tuple)
     return Case(
         name=f"minicpmv {version}",
-        build=lambda: randomize(ENCODERS[version].from_config(config), 0.15),
+        build=lambda: minicpmv(version),
         values=588,
         small=[((1, 9),), ((6, 4),)],
         mixed=[((4, 5), (7, 6), (2, 3)), VIDEO if version == "4.5" else ((3, 4),), ((1, 9),), ((2, 2),) * 9],

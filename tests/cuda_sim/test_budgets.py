@@ -41,8 +41,8 @@ def start(family):
     """An encoder on the device, and a picture's rows and layout on the host, in float32 as processors make them."""
     encoder = build(family)
     if family in SQUARES | FOLDED:  # the kernels do not take heads of 12
-        encoder_class, config_class = (SQUARES | FOLDED)[family]
-        encoder = randomize(encoder_class(replace(config_class.tiny(), hidden_size=64)), 0.1)
+        tower = (SQUARES | FOLDED)[family]
+        encoder = randomize(tower(replace(tower.config_class.tiny(), hidden_size=64)), 0.1)
     case = make_case(encoder, [LAYOUTS.get(family, ((4, 5), (3, 3)))])
     encoder = encoder.to("cuda", torch.bfloat16)
     return encoder, case.rows.float(), case.layouts

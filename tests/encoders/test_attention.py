@@ -179,7 +179,6 @@ def test_auto_takes_the_first_that_is_available_and_a_request_wins():
     ("requested", "device", "dtype", "message"),
     [
         ("flashy", "cpu", torch.float32, r"attention: expected one of \('auto', .* got 'flashy'"),
-        ("varlen", "cpu", torch.bfloat16, r"'varlen' cannot run on cpu with torch.bfloat16 and head_dim=64; available"),
         ("varlen", "cuda", torch.float32, r"'varlen' cannot run on cuda with torch.float32 and head_dim=64; available"),
     ],
 )

@@ -9,47 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_differ
-from towers import randomize
+from graph_families import ENCODERS, VIDEO, minicpmv
 
 from refvl.encoders import SiglipViT
 from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
-from refvl.families import FAMILIES, find_family
+from refvl.families import find_family
 from refvl.pixels.slices import SliceGroup
 
 FOLDER = Path(__file__).parents[1] / "golden"
 VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())
-ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
-NAVIT = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "image_size": 98, "patch_size": 14,
-}  # fmt: skip
-TIMM = {"img_size": 56, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
 PICTURE = ((4, 5), (7, 6), (2, 3))
-CLIP = (SliceGroup(((3, 4), (3, 4), (2, 5)), (2, 6, 49)), SliceGroup(((3, 3),), (60,)), SliceGroup(((4, 4), (1, 2))))
-
-
-def config(version, **changes):
-    vision = TIMM if version == "2.0" else NAVIT
-    return {"version": version, "hidden_size": 64, "query_num": 4, "vision_config": vision} | changes
-
-
-def build(version, **changes):
-    return randomize(ENCODERS[version].from_config(config(version, **changes)), 0.15)
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
 def encoder(request):
-    return build(request.param)
-
-
-def count_rows(encoder, layouts):
-    return [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
+    return minicpmv(request.param)
 
 
 def random_rows(encoder, layouts, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(sum(count_rows(encoder, layouts)), 588, generator=generator)
+    count = sum(encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts))
+    return torch.randn(count, 588, generator=generator)
 
 
 # --- tower and resampler ----------------------------------------------------------------------------------------------
@@ -58,10 +39,10 @@ def random_rows(encoder, layouts, seed=0):
 @torch.no_grad()
 def test_only_2_5_does_not_see_the_shape():
     """Same weights, same rows: 4 x 6 and 6 x 4 look alike to 2.5's tower; 2.6 and 4.0 are one encoder."""
-    weights = build("2.6").state_dict()
+    weights = minicpmv("2.6").state_dict()
     towers = {}
     for version in ("2.5", "2.6", "4.0"):
-        encoder = build(version)
+        encoder = minicpmv(version)
         encoder.load_state_dict(weights)
         rows = random_rows(encoder, [[(4, 6)]])
         towers[version] = [encoder.vpm.encode(rows, encoder.plan([[size]]).vision) for size in [(4, 6), (6, 4)]]
@@ -72,9 +53,9 @@ def test_only_2_5_does_not_see_the_shape():
 
 def test_frames_of_a_group_share_queries_in_4_5():
     """3 frames, 1 frame, 2 images: 1 + 1 + 2 sets of 4 tokens."""
-    encoder = build("4.5")
-    assert encoder.item_size(CLIP) == (61, 16, 2)
-    assert encoder.plan([CLIP]).summary == "6 slices in 4 groups"
+    encoder = minicpmv("4.5")
+    assert encoder.item_size(VIDEO) == (61, 16, 2)
+    assert encoder.plan([VIDEO]).summary == "6 slices in 4 groups"
 
 
 # --- versions and configs ---------------------------------------------------------------------------------------------
@@ -101,7 +82,7 @@ def test_bad_configs_are_named():
     with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
         MiniCPMVEncoderConfig.from_hf({"hidden_size": 64, "query_num": 4})
     with pytest.raises(ValueError, match="query_num: expected a square number for version 2.0, got 6"):
-        build("2.0", query_num=6)
+        minicpmv("2.0", query_num=6)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -128,13 +109,13 @@ def test_layouts_are_normalised_and_hashable(encoder):
 )
 def test_bad_layouts_are_named(layout, message):
     with pytest.raises(ValueError, match=rf"layouts\[0\].*{message}"):
-        build("4.5").plan([layout])
+        minicpmv("4.5").plan([layout])
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.5", "2.6", "4.0"])
 def test_times_are_for_4_5(version):
     with pytest.raises(ValueError, match=r"layouts\[0\]\[0\]: expected no temporal ids, which only MiniCPM-V 4.5"):
-        build(version).check_layouts([CLIP])
+        minicpmv(version).check_layouts([VIDEO])
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -178,8 +159,8 @@ def test_a_checkpoint_loads_bit_by_bit(encoder):
 @torch.no_grad()
 def test_what_has_no_place_is_left_out_by_name(version):
     """A dropped last layer, pooling heads and 2.0's positions; the rest is strict."""
-    whole = build(version)
-    dropped = ENCODERS[version].from_config(config(version, drop_vision_last_layer=True))
+    whole = minicpmv(version)
+    dropped = minicpmv(version, drop_vision_last_layer=True)
     pool = {
         "2.0": {"vpm.attn_pool.latent": torch.zeros(1), "resampler.pos_embed": torch.zeros(4, 64)},
     }.get(version, {"vpm.head.probe": torch.zeros(1)})  # fmt: skip

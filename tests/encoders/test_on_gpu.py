@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.sending import ALIGNMENT, _send_packed, send_plan
 from refvl.positions.rotary import apply_rotary, rotary_matrices, rotate_by_matrices, vision_rotary_cos_sin
 
-TOWERS = {
-    "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),
-    "GLM-4.1V": (Glm4vVisionTransformer, Glm4vVisionConfig),
-}
 GRID = (1, 6, 8)
 
 

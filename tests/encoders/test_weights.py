@@ -103,11 +103,10 @@ def test_weights_are_copied_and_cast():
         ("blocks.0.mlp.up_proj.weight", torch.ones(16, 24), r"is \(16, 24\), expected \(24, 16\)"),
         ("patch_embed.proj.weight", torch.ones(16, 2, 3, 4, 4), r"is \(16, 2, 3, 4, 4\), expected \(16, 3, 2, 4, 4\)"),
         ("blocks.0.attn.qkv.weight", torch.ones(3, 16, 16), r"is \(3, 16, 16\), expected \(48, 16\)"),
-        ("merger.ln_q.weight", torch.ones(16, dtype=torch.int8), "has dtype torch.int8, expected torch.float32"),
     ],
-    ids=["transposed", "time first", "stacked", "int8"],
+    ids=["transposed", "time first", "stacked"],
 )
-def test_a_tensor_of_another_shape_or_kind_is_refused(name, tensor, expected):
+def test_a_tensor_of_another_shape_is_refused(name, tensor, expected):
     """As many values are not enough: only the patch kernel may be flattened, and only from its true shape."""
     complaints = load_error(new_encoder(), released() | {name: tensor})
     assert list(complaints) == ["misshapen"]

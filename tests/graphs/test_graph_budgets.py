@@ -203,12 +203,6 @@ def test_optimal_is_never_above_the_best_cut_of_the_sorted_items(case):
     assert got[0] <= pack_checked(items, limits, "greedy")[0]
 
 
-def test_the_smallest_pairs_with_the_largest():
-    """15 alone, and 3 with 24: 48, where consecutive groups cost 64; up to twelve items, so that 3 is found."""
-    assert plan_batches([3, 15, 24], [16, 32], 4, policy="optimal") == [Batch((0, 2), 32), Batch((1,), 16)]
-    assert summed_budgets(plan_batches([3, 15, 24] * 4, [16, 32], 4, policy="optimal")) == 4 * 48
-
-
 def test_cuts_are_planned_in_steps_that_grow_with_the_items_not_with_their_square(monkeypatch):
     """Oracle: how often a batch is measured, at most 16 times per item and budget (the square: 1400 times)."""
     items, looks, level = 10_000, [0], Capacity.level
@@ -272,7 +266,6 @@ def test_no_batch_has_more_windows_than_the_bound_and_some_batch_has_as_many(sid
         (plan_batches, {"budgets": []}, ValueError, "budgets: expected at least one budget, got none"),
         (plan_batches, {"budgets": [0]}, ValueError, r"budgets\[0\]: must be at least 1, got 0"),
         (plan_batches, {"max_items": 0}, ValueError, "max_items: must be at least 1, got 0"),
-        (plan_batches, {"frames": [1]}, ValueError, "shorter"),
         (infer_limits, {"max_items": 5000}, ValueError, r"max_items: must not exceed .*, got 5000 .* \[2048\]"),
         (infer_limits, {"max_items": 9, "budgets": [64, 8]}, ValueError, r"max_items: .* got 9 for budgets \[8, 64\]"),
         (infer_limits, {"budgets": ["64"]}, TypeError, r"budgets\[0\]: expected an integer, got str"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_agree
-from graph_families import build
+from graph_families import build, make_case
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager, plan_paired_batches
@@ -25,18 +25,6 @@ def encoder():
 
 def new_manager(encoder, **options):
     return EncoderGraphManager(encoder, **{"budgets": BUDGETS, "max_items": MAX_ITEMS} | options, progress=False)
-
-
-def rows_of(layouts, seed=1):
-    count = sum(16 * rows * columns + 36 for rows, columns in layouts)
-    return torch.randn(count, CONFIG.patch_values, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def eager(encoder, rows, layouts):
-    """One tensor per picture, each encoded alone."""
-    parts = rows.split([encoder.item_size(layout)[0] for layout in layouts])
-    return [encoder(part, [layout]) for part, layout in zip(parts, layouts, strict=True)]
 
 
 # --- plans of paired paths --------------------------------------------------------------------------------------------
@@ -78,11 +66,11 @@ def test_one_path_runs_eagerly_while_the_other_replays(encoder):
     """
     manager = new_manager(encoder, policy="greedy")
     layouts = [(1, 2), (0, 0), (3, 5)]  # 2 crops in a graph of 3, 15 eagerly; 3 overviews in a graph of 16
-    rows = rows_of(layouts)
-    outputs, wanted = manager.execute(rows, layouts), eager(encoder, rows, layouts)
-    for output, want in zip(outputs, wanted, strict=True):
+    case = make_case(encoder, layouts)
+    outputs = manager.execute(case.rows, layouts)
+    for output, want in zip(outputs, case.wanted, strict=True):
         assert_agree(output, want, encoder)
-    assert torch.equal(outputs[2][:15], wanted[2][:15])
+    assert torch.equal(outputs[2][:15], case.wanted[2][:15])
     assert manager.last_batches == [
         Batch((0,), 3, "local", 2),
         Batch((2,), None, "local", 15),

@@ -6,7 +6,7 @@ That any batch equals the eager encoder is in `contracts/test_encoders.py`, for 
 import pytest
 import torch
 from closeness import assert_agree
-from graph_families import build
+from graph_families import build, make_case
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
@@ -33,18 +33,6 @@ def manager(encoder):
     return manager
 
 
-def patches_of(grids, seed=1):
-    count = sum(t * h * w for t, h, w in grids)
-    return torch.randn(count, CONFIG.patch_values, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def eager(encoder, patches, grids):
-    """One tensor per item, each encoded alone."""
-    counts = [t * h * w for t, h, w in grids]
-    return [encoder(rows, [grid]) for rows, grid in zip(patches.split(counts), grids, strict=True)]
-
-
 def assert_equal(encoder, outputs, wanted):
     """Replay sums attention over masked pairs, eager over segments: rounding only."""
     for output, want in zip(outputs, wanted, strict=True):
@@ -58,20 +46,20 @@ def test_the_largest_batch_of_every_budget(encoder, manager):
     """As many tokens, items, frames and windows as the limits allow: strips one token high have the most windows."""
     for budget in BUDGETS:
         grids = [(1, 2, 2), (2, 2, 2), (1, 2, 2 * (budget - 3))]
-        patches = patches_of(grids)
-        assert_equal(encoder, manager.execute(patches, grids), eager(encoder, patches, grids))
+        case = make_case(encoder, grids)
+        assert_equal(encoder, manager.execute(case.rows, grids), case.wanted)
         assert manager.last_batches == [Batch((0, 1, 2), budget)]
 
 
 # --- outputs, order, statistics ---------------------------------------------------------------------------------------
 
 
-def test_outputs_are_clones(manager):
+def test_outputs_are_clones(encoder, manager):
     """A later call through the same graph leaves earlier outputs as they were."""
     grids = [(1, 4, 8), (1, 4, 8)]
-    first = manager.execute(patches_of(grids, 1), grids)
+    first = manager.execute(make_case(encoder, grids, 1).rows, grids)
     kept = [output.clone() for output in first]
-    second = manager.execute(patches_of(grids, 2), grids)
+    second = manager.execute(make_case(encoder, grids, 2).rows, grids)
     graph_memory = {c.output.untyped_storage().data_ptr() for c in manager.captured.values()}
     for output, want, other in zip(first, kept, second, strict=True):
         assert torch.equal(output, want)
@@ -85,13 +73,13 @@ def test_statistics_are_those_counted_by_hand(encoder):
     empty = manager.stats()
     assert (empty.hits, empty.misses, empty.hit_rate, empty.padding_waste) == (0, 0, 0, 0)
     grids = [(1, 4, 4), (1, 4, 12), (1, 16, 10)]  # 4 + 12 tokens share a graph of 16, 40 run eagerly
-    outputs, wanted = manager.execute(patches_of(grids), grids), eager(encoder, patches_of(grids), grids)
-    assert torch.equal(outputs[2], wanted[2])
+    case = make_case(encoder, grids)
+    assert torch.equal(manager.execute(case.rows, grids)[2], case.wanted[2])
     assert manager.last_batches == [Batch((0, 1), 16), Batch((2,), None)]
     stats = manager.stats()
     assert (stats.hits, stats.misses, stats.hit_rate, stats.padding_waste) == (2, 1, 2 / 3, 0)
     grids = [(5, 2, 2), (1, 2, 10)]  # five frames run eagerly, 5 tokens in a graph of 8
-    manager.execute(patches_of(grids), grids)
+    manager.execute(make_case(encoder, grids).rows, grids)
     later = manager.stats()
     assert (later.hits, later.misses, later.tokens, later.budget_tokens) == (3, 2, 21, 24)
     assert (later.hit_rate, later.padding_waste) == (3 / 5, 1 - 21 / 24)
@@ -104,15 +92,13 @@ def test_statistics_are_those_counted_by_hand(encoder):
 
 def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     manager = new_manager(encoder)
-    grids = [(1, 4, 4), (1, 16, 10)]
-    patches = patches_of(grids)
-    wanted = eager(encoder, patches, grids)
-    outputs = manager.execute(patches, grids)
+    case = make_case(encoder, [(1, 4, 4), (1, 16, 10)])
+    outputs = manager.execute(case.rows, case.layouts)
     assert manager.memory_bytes() > 0 and list(manager.captured) == [("", budget) for budget in BUDGETS[::-1]]
     manager.clear()
     assert (manager.captured, manager.memory_bytes(), manager.stats().hits) == ({}, 0, 0)
-    assert_equal(encoder, outputs, wanted)  # clones outlive the graphs
-    assert_equal(encoder, manager.execute(patches, grids), wanted)
+    assert_equal(encoder, outputs, case.wanted)  # clones outlive the graphs
+    assert_equal(encoder, manager.execute(case.rows, case.layouts), case.wanted)
     assert manager.stats().hits == 1
 
 
@@ -121,8 +107,8 @@ def test_a_plan_belongs_to_its_call(encoder, manager):
     a, b = [(1, 4, 6), (1, 2, 2)], [(2, 2, 2), (1, 2, 6), (1, 16, 10)]
     plan_a, plan_b = manager.plan(a), manager.plan(b)
     for plan, grids in ((plan_b, b), (plan_a, a)):
-        patches = patches_of(grids)
-        assert_equal(encoder, manager.run(patches, plan), eager(encoder, patches, grids))
+        case = make_case(encoder, grids)
+        assert_equal(encoder, manager.run(case.rows, plan), case.wanted)
         assert manager.last_batches == plan.batches
 
 
@@ -136,14 +122,12 @@ class ReadsBackIfSmall(Qwen2_5_VisionTransformer):
 
 def test_an_encoder_that_reads_a_value_back_is_refused():
     """Runs eagerly, but not as a graph; when the smallest budget fails after the others, none of them is kept."""
-    encoder, grids = ReadsBackIfSmall(CONFIG).eval(), [(1, 2, 2)]
-    patches = patches_of(grids)
-    with torch.no_grad():
-        encoder(patches, grids)
+    encoder = ReadsBackIfSmall(CONFIG).eval()
+    case = make_case(encoder, [(1, 2, 2)])
     manager = new_manager(encoder)
     for _ in range(2):
         with pytest.raises(CaptureError, match="__bool__ reads a value back"):
-            manager.execute(patches, grids)
+            manager.execute(case.rows, case.layouts)
         assert manager.captured == {}
 
 
@@ -171,7 +155,7 @@ def test_limits_are_checked_before_anything_is_captured(encoder, options, messag
     ],
 )
 def test_wrong_inputs_are_named_and_leave_the_manager_usable(encoder, manager, shape, message):
-    grids = [(1, 4, 4)]
+    case = make_case(encoder, [(1, 4, 4)])
     with pytest.raises(ValueError, match=message):
-        manager.execute(torch.zeros(shape), grids)
-    assert_equal(encoder, manager.execute(patches_of(grids), grids), eager(encoder, patches_of(grids), grids))
+        manager.execute(torch.zeros(shape), case.layouts)
+    assert_equal(encoder, manager.execute(case.rows, case.layouts), case.wanted)

@@ -2,14 +2,12 @@
 
 import pytest
 from closeness import assert_agree
-from graph_families import build, make_case, manager_of, poison
+from graph_families import ENCODERS, build, make_case, manager_of, poison
 
-from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.pixels.slices import SliceGroup
 
 MAX_FRAMES = 4
-ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 SLICES = [  # 4 x 4 patches per slice and 8 spare: budget 8 holds two sets of queries and 48 rows
     (((4, 6), (6, 4)), 8),
     (((4, 6), (5, 5)), 16),

@@ -727,9 +727,3 @@ def test_frames_of_4_6_are_sampled_as_transformers_does(total, fps):
     metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
     processor = random_model("MiniCPM-V 4.6").processor
     assert list(processor.frame_indices(total, fps)) == MiniCPMV4_6VideoProcessor().sample_frames(metadata)
-
-
-@NEEDS_5_23
-def test_clips_of_minicpm_are_not_pruned():
-    with pytest.raises(ValueError, match="pruning_rate: not supported by MiniCPM-V 4.7"):
-        random_model("MiniCPM-V 4.7").trace("Hi", videos=[MOVING], pruning_rate=0.5)

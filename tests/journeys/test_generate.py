@@ -41,15 +41,6 @@ def token_types(vlm, input_ids):
     return (input_ids == vlm.token_ids["image"]).int() + 2 * (input_ids == vlm.token_ids["video"]).int()
 
 
-def generate_both(vlm, oracle, input_ids, **tensors):
-    ours = vlm.generate(input_ids, max_new_tokens=NEW_TOKENS, **tensors)
-    types = token_types(vlm, input_ids)
-    theirs = oracle.generate(
-        input_ids=input_ids, mm_token_type_ids=types, max_new_tokens=NEW_TOKENS, do_sample=False, **tensors
-    )
-    return ours, theirs
-
-
 def test_left_padded_batch_equals_transformers_and_single_prompts(vlm, oracle):
     traces = [vlm.trace("What is it?", images=images, max_new_tokens=1) for images in (PHOTOS[:1], [], PHOTOS[1:])]
     prompts = [trace.full_ids for trace in traces]
@@ -61,29 +52,15 @@ def test_left_padded_batch_equals_transformers_and_single_prompts(vlm, oracle):
     rows = torch.cat([patches.pixel_values for trace in traces for patches in trace.patches])
     grids = torch.tensor([grid for trace in traces for grid in trace.layouts])
     images = {"pixel_values": rows, "image_grid_thw": grids}
-    ours, theirs = generate_both(vlm, oracle, input_ids, attention_mask=mask, **images)
+    ours = vlm.generate(input_ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **images)
+    theirs = oracle.generate(
+        input_ids=input_ids, attention_mask=mask, mm_token_type_ids=token_types(vlm, input_ids),
+        max_new_tokens=NEW_TOKENS, do_sample=False, **images,
+    )  # fmt: skip
     assert torch.equal(ours, theirs)
     first = {"pixel_values": rows[: grids[0].prod()], "image_grid_thw": grids[:1]}
     alone = vlm.generate(prompts[0][None], **first, max_new_tokens=NEW_TOKENS)
     assert torch.equal(alone[0, len(prompts[0]) :], ours[0, length:])
-
-
-def video_prompt(vlm, grid):
-    start, stop = (getattr(vlm.config, f"vision_{end}_token_id") for end in ("start", "end"))
-    tokens = grid[0] * grid[1] * grid[2] // 4
-    return torch.tensor([[70, 71, start, *[vlm.token_ids["video"]] * tokens, stop, 72, 73, 74]])
-
-
-def test_short_video_equals_transformers(vlm, oracle):
-    """The clip's time does not reach beyond its height or width: all releases place later text
-    alike."""
-    grid = (2, 8, 8)
-    rows = torch.randn(128, 1176, generator=torch.Generator().manual_seed(1))
-    tensors = {"pixel_values_videos": rows, "video_grid_thw": torch.tensor([grid])}
-    ours, theirs = generate_both(
-        vlm, oracle, video_prompt(vlm, grid), second_per_grid_ts=torch.tensor([1.0]), **tensors
-    )
-    assert torch.equal(ours, theirs)
 
 
 def test_long_video_follows_the_rule_of_vllm_and_transformers_5_2(vlm, oracle):
@@ -91,7 +68,8 @@ def test_long_video_follows_the_rule_of_vllm_and_transformers_5_2(vlm, oracle):
     ignore its time (5.17 truncates second_per_grid as well): their positions differ from ours
     there, and given ours, their ids are ours."""
     grid, seconds = (6, 4, 4), 1.5
-    input_ids = video_prompt(vlm, grid)
+    start, stop = (getattr(vlm.config, f"vision_{end}_token_id") for end in ("start", "end"))
+    input_ids = torch.tensor([[70, 71, start, *[vlm.token_ids["video"]] * 24, stop, 72, 73, 74]])
     rows = torch.randn(96, 1176, generator=torch.Generator().manual_seed(2))
     tensors = {"pixel_values_videos": rows, "video_grid_thw": torch.tensor([grid])}
     ours = vlm.generate(input_ids, second_per_grid_ts=[seconds], max_new_tokens=NEW_TOKENS, **tensors)

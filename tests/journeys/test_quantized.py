@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from checkpoint_factory import change_weights, make_checkpoint
+from random_models import integers, load
 from safetensors.torch import load_file
 
 import refvl
@@ -13,17 +14,6 @@ from refvl.study.costs import costs, describe, stored_text_bytes
 
 TINY = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 QUESTION = {"prompt": "What color is the circle?", "images": [DATA / "pictures" / "scene.png"]}
-
-
-def quantized(bits: int, group: int = 32, folder=TINY):
-    """The text model in integers of `bits`, groups of values sharing a scale."""
-    pytest.importorskip("torchao", reason="needs pip install -e '.[quantized]'")
-    from torchao.quantization import IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerGroup
-    from transformers import TorchAoConfig
-
-    layout = IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group))
-    return refvl.load(folder, device="cpu", progress=False, quantization_config=TorchAoConfig(quant_type=layout))
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int = 32) -> torch.Tensor:
@@ -39,7 +29,8 @@ def rounded(weight: torch.Tensor, bits: int, group: int = 32) -> torch.Tensor:
 def test_only_the_text_models_matrices_are_rounded(bits):
     """Oracle: a plain model whose matrices were rounded here; a level more or less at a tie, so
     half a scale."""
-    plain, packed = refvl.load(TINY, device="cpu", progress=False), quantized(bits)
+    plain = load(TINY)
+    packed = load(TINY, quantization_config=integers(bits, group=32))
     assert packed.encoder.dtype == torch.float32
     for (name, ours), theirs in zip(plain.encoder.named_parameters(), packed.encoder.parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -188,9 +188,7 @@ def test_frames_are_sampled_as_upstream(total, source_fps, options):
 
 
 def test_examples_by_hand():
-    assert sample_frame_indices(132, 25.0) == [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]  # 5.28 s: 10.56 -> 10 frames
     assert sample_frame_indices(100, 25.0, num_frames=1) == [0, 50]  # a temporal patch has two frames
-    assert len(sample_frame_indices(10_000, 25.0)) == 768  # the frame cap
     for total, wanted in ((1, [0]), (2, [0, 1]), (3, [0, 1])):  # as many whole temporal patches as there are
         assert sample_frame_indices(total, 25.0) == sample_frame_indices(total, 25.0, num_frames=total) == wanted
 
@@ -360,8 +358,6 @@ def test_other_types_are_named():
         (load_image, np.zeros((5, 6, 2)), r"or \(1 \| 3 \| 4, H, W\), got \(5, 6, 2\)"),
         (load_image, np.full((4, 5), 256), r"expected integers in \[0, 255\], .* got int64"),
         (load_image, np.full((4, 5), 1.5), "got float64"),
-        (load_image, np.full((4, 5), -0.1), "got float64"),
-        (load_image, np.full((4, 5), np.nan), "got float64"),
         (load_image, np.zeros((0, 5, 3), np.uint8), "5 x 0 pixels"),
         (load_video, [], "video: expected at least one frame"),
         (load_video, GRADIENT, r"an array of shape \(T, H, W, 3\), got \(6, 9, 3\)"),

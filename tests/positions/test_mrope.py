@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refvl.positions import MediaSpan, get_mrope_input_positions
+from refvl.study.releases import larger_side_positions, second_per_grid_truncated
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "mrope.json").read_text())["cases"]
 VISION_START, VISION_END, IMAGE, VIDEO = 151652, 151653, 151655, 151656
 
 
-def slow_positions(prompt, span_of=lambda media: max(max(p) for p in media)):
+def slow_positions(prompt):
     """One loop over a prompt of ("text", n) and ("image" | "video", t, h, w, t_factor) items.
 
     Text advances all axes together; a medium adds its grid to where text stopped, time scaled, then
-    truncated; text continues behind the last position that `span_of` the medium's relative
-    positions counts.
+    truncated; text continues behind the largest position of the medium.
     """
     positions, here = [], 0
     for kind, *sizes in prompt:
@@ -32,7 +32,7 @@ def slow_positions(prompt, span_of=lambda media: max(max(p) for p in media)):
             t, h, w, t_factor = sizes
             media = [(int(frame * t_factor), r, c) for frame in range(t) for r in range(h) for c in range(w)]
             positions += [tuple(here + x for x in p) for p in media]
-            here += span_of(media) + 1
+            here += max(map(max, media)) + 1
     return torch.tensor(positions, dtype=torch.int64).T
 
 
@@ -77,12 +77,6 @@ def test_equals_the_loop_over_tokens(prompt, random):
     want = slow_positions(prompt)
     assert torch.equal(positions, want)
     assert delta == want.max() + 1 - num_tokens
-
-
-def test_time_is_multiplied_then_truncated():
-    """0.7 seconds per grid at 2 tokens per second: 0, 1.4, 2.8, 4.2 -> 0, 1, 2, 4, not multiples of int(1.4)."""
-    positions, _ = get_mrope_input_positions(4, [MediaSpan(0, 4, 1, 1, t_factor=2 * 0.7)])
-    assert positions.tolist() == [[0, 1, 2, 4], [0] * 4, [0] * 4]
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -138,12 +132,13 @@ def test_videos_differ_from_transformers_exactly_where_time_is_the_longest_axis(
     the seconds per grid to an integer. Seconds are eighths here, so that no rounding of their
     float32 product enters.
     """
-    if version("transformers").startswith("5.17."):
-        prompt = [(*item[:4], 2.0 * int(item[4] / 2)) if item[0] == "video" else item for item in prompt]
-    theirs, _ = transformers_positions(prompt)
-    assert torch.equal(theirs, slow_positions(prompt, span_of=lambda m: max(max(r, c) for _, r, c in m)))
-
+    theirs, delta = transformers_positions(prompt)
     num_tokens, spans = spans_of(prompt)
+    if version("transformers").startswith("5.17."):
+        spans = [second_per_grid_truncated(span) for span in spans]
+    rule, rule_delta = larger_side_positions(num_tokens, spans)
+    assert torch.equal(theirs, rule) and delta == rule_delta
+
     ours, _ = get_mrope_input_positions(num_tokens, spans)
     long_clips = [span for span, item in zip(spans, media(prompt), strict=True) if ends_behind_time(item)]
     end = long_clips[0].offset + long_clips[0].num_tokens if long_clips else num_tokens

@@ -1,23 +1,15 @@
-"""The upstream rules that the notebooks contrast with ours: against vLLM's golden data and transformers itself."""
+"""The upstream rules that the notebooks contrast with ours: against vLLM's golden data; transformers' in test_mrope."""
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from refvl.positions import MediaSpan, compute_mrope_for_media, restrict_positions
-from refvl.study.releases import (
-    bfloat16_position_channels,
-    larger_side_positions,
-    second_per_grid_truncated,
-    width_offset_positions,
-)
+from refvl.study.releases import bfloat16_position_channels, width_offset_positions
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "evs.json").read_text())["recompute"]
-CLIP = MediaSpan(3, t=10, h=2, w=3, t_factor=2 * 1.7)
 
 
 def unpruned(case):
@@ -51,27 +43,6 @@ def test_width_offset_is_what_vllm_computes(case):
     positions, delta = restrict_positions(width_offset_positions(num_tokens, spans)[0], keep)
     assert positions.tolist() == case["sequential_positions"]
     assert delta == case["sequential_delta"]
-
-
-def test_larger_side_and_truncated_seconds_are_what_transformers_computes():
-    """Oracle: `get_rope_index` of the installed release; only 5.17 truncates the seconds per grid step."""
-    config = Qwen2_5_VLConfig(
-        text_config={"hidden_size": 8, "num_hidden_layers": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
-        vision_config={"depth": 0, "hidden_size": 8, "num_heads": 2, "tokens_per_second": 2},
-    )
-    with torch.device("meta"):
-        model = Qwen2_5_VLModel(config)
-    num_tokens = 3 + CLIP.num_tokens + 4
-    types = torch.zeros(1, num_tokens, dtype=torch.int64)
-    types[0, 3 : 3 + CLIP.num_tokens] = 2
-    want, want_delta = model.get_rope_index(
-        torch.zeros_like(types), types, video_grid_thw=torch.tensor([[10, 4, 6]]), second_per_grid_ts=[1.7]
-    )
-    truncates = version("transformers").startswith("5.17.")
-    span = second_per_grid_truncated(CLIP) if truncates else CLIP
-    positions, delta = larger_side_positions(num_tokens, [span])
-    assert torch.equal(positions, want[:, 0])
-    assert delta == want_delta
 
 
 def test_bfloat16_keeps_integers_up_to_256_only():

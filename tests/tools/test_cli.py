@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,10 +93,7 @@ def test_any_error_is_one_line_that_says_its_kind(shell, checkpoint, monkeypatch
 
 
 def test_stopped_by_hand_is_a_line(shell, checkpoint, monkeypatch):
-    def stop(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("refvl.load", stop)
+    monkeypatch.setattr("refvl.load", Mock(side_effect=KeyboardInterrupt))
     assert shell("chat", checkpoint, "Hi") == (130, "", "refvl: stopped\n")
 
 

@@ -240,9 +240,3 @@ def test_a_hybrid_cache_is_as_large_as_it_says(name, length):
     state = kv_cache_bytes_per_prompt(model.config, torch.float32)
     assert sum(x.nbytes for x in stored) == length * kv_cache_bytes_per_token(model.config, torch.float32) + state
     assert state > 0
-
-
-def test_windows_of_step_3_7():
-    """By hand: 12 of 45 layers keep every token, 33 the last 511, 8 heads of 128 in bfloat16 each."""
-    vlm = refvl.load(CONFIGS / "Step-3.7-Flash.json", weights="random", device="meta", dtype="bfloat16")
-    assert describe(vlm)["kv cache"] == f"48.0 KiB a token and {33 * 2 * 8 * 128 * 2 * 511 / 2**20:.1f} MiB a prompt"
