@@ -20,7 +20,6 @@ allocator cuts memory.
 import contextlib
 import ctypes
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -66,25 +65,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.machine.refuse_in_capture("synchronize")
-
-
-class Event:
-    """`torch.cuda.Event`: a moment, by the host's clock."""
-
-    def __init__(self, enable_timing=False, **kwargs):
-        self.at = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.at = time.perf_counter()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1e3 * (end.at - self.at)
 
 
 class CudaTensor(Tensor):
@@ -150,7 +130,9 @@ class CUDAGraph:
 
     def finish(self, capture: "Capture", machine: "Machine") -> None:
         """Nothing has run yet: outputs hold what fresh memory holds."""
-        self.calls, self.machine, self.pool = capture.calls, machine, capture.pool
+        self.calls = capture.calls
+        self.machine = machine
+        self.pool = capture.pool
         for x in (x for call in self.calls for x in call.fresh):
             machine._spoil(x)
 
@@ -312,8 +294,10 @@ class Machine:
         if compute is not function:
             self.counts[compute.__name__] += 1
         result = compute(*real_args, **real_kwargs)
-        results, reads = _tensors(result), _tensors((real_args, real_kwargs))
-        stream, capture = self.current_stream(device), self.capture
+        results = _tensors(result)
+        reads = _tensors((real_args, real_kwargs))
+        stream = self.current_stream(device)
+        capture = self.capture
         if capture and (capture.thread, capture.stream) != (threading.get_ident(), stream):
             capture = None  # it records its own thread and its own stream
         memory = {x.untyped_storage().data_ptr() for x in reads} - {0}
@@ -443,15 +427,11 @@ class Machine:
             "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
             "memory_reserved": lambda device=None: 0,
             "memory_allocated": lambda device=None: 0,
-            "max_memory_allocated": lambda device=None: 0,
-            "reset_peak_memory_stats": lambda device=None: 0,
-            "memory_snapshot": lambda *args, **kwargs: [],
             "Stream": Stream,  # a class: annotations name it
             "stream": self.stream,
             "set_stream": self.set_stream,
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self.default_streams[self.device_of(device).index],
-            "Event": Event,
             "CUDAGraph": CUDAGraph,
             "graph": self.graph,
             "graph_pool_handle": self.pool_handle,
@@ -464,8 +444,10 @@ class Machine:
 @contextlib.contextmanager
 def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
     """While it lasts, this process has CUDA devices; yields the `Machine`."""
-    before, machine = getattr(Stream, "machine", None), Machine(devices, capability)
-    run, is_compatible = threading.Thread.run, torch._has_compatible_shallow_copy_type
+    before = getattr(Stream, "machine", None)
+    machine = Machine(devices, capability)
+    run = threading.Thread.run
+    is_compatible = torch._has_compatible_shallow_copy_type
 
     def run_on_machine(thread):
         with _modes(machine):  # modes belong to their thread

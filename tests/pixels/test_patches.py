@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from refvl.pixels.patch_configs import smart_resize_video
 from refvl.pixels.patches import Levels, PatchConfig, level_table, plan_grid, resize_frames
 
 pytestmark = pytest.mark.usefixtures("width_first")
+GLM = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())
 PHOTOS = sorted((DATA / "pictures").iterdir())
 SMALL = PatchConfig(patch_size=2, min_pixels=16, max_pixels=400)  # merged tokens of 4 x 4 pixels
 
@@ -74,6 +76,21 @@ def test_aspect_ratio_above_200():
         smart_resize(8041, 40)
     with pytest.raises(ValueError, match="aspect ratio"):
         patchify_image(np.zeros((10, 2001), np.uint8), PatchConfig())
+
+
+def test_sizes_and_token_counts_of_glm_are_golden():
+    """Oracle: the functions of vLLM 0.33.0. Frames are padded to whole steps; an image counts as two frames."""
+    for case in GLM["smart_resize"]:
+        arguments = {name: value for name, value in case.items() if name != "out"}
+        want = tuple(case["out"]) if isinstance(case["out"], list) else ValueError
+        if case["num_frames"] >= case.get("temporal_factor", 2):
+            assert outcome(smart_resize_video, **arguments) == want, arguments
+    rows = [row for row in GLM["vision_info"] if row[3] == 2]  # released towers have two frames per step
+    for _, P, m, Tp, width, height, frames, max_pixels, _, (new_width, new_height, tokens) in rows:
+        options = {"temporal_factor": Tp, "factor": P * m, "max_pixels": max_pixels}
+        size = smart_resize_video(max(frames, Tp), height, width, **options)
+        assert size == (new_height, new_width)
+        assert -(-frames // Tp) * (new_height // P) * (new_width // P) // m**2 == tokens
 
 
 # --- images

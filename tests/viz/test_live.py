@@ -92,7 +92,8 @@ def media(job: dict) -> dict:
 @pytest.mark.parametrize(("checkpoint", "kind"), CASES)
 def test_every_stage_is_refvls(checkpoint, kind, tmp_path):
     """Rows and indices are equal, also behind a resize; floats agree to 1e-3, in float32."""
-    model, job = shipped(checkpoint), asked(kind, 3) | {"keep": STAGES.split()}
+    model = shipped(checkpoint)
+    job = asked(kind, 3) | {"keep": STAGES.split()}
     [found] = run_jobs(tmp_path, checkpoint, [job], quantized=False)
     trace = model.trace(job["question"], **media(job), hidden_states=True, attentions=True)
     width = len(trace.inputs_embeds[0])
@@ -131,7 +132,8 @@ def with_weights_of_the_page(checkpoint: str, folder: Path):
     def rounded(values: torch.Tensor) -> torch.Tensor:
         if values.ndim < 2:
             return values
-        packed, count = live_page.as_int8(values.float().flatten(1).numpy()), len(values)
+        packed = live_page.as_int8(values.float().flatten(1).numpy())
+        count = len(values)
         levels = np.frombuffer(packed, "i1", offset=4 * count).reshape(values.shape)
         scale = np.frombuffer(packed, "<f4", count).reshape(-1, *[1] * (values.ndim - 1))
         return torch.from_numpy(levels * scale)
