@@ -299,8 +299,9 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
     body = [
         "<main class=index><h1>From pixels to an answer</h1><p class=lead>How an image or a video becomes tokens of a "
         "language model, in code that was checked against the released programs.</p>",
-        f"<p class=numbers>{''.join(f'<span><b>{number}</b> {what}</span>' for what, number in counts.items())}</p>",
-        f"{live_item()}<h2>Where to start</h2><div class=readers>",
+        f"{live_item()}<p class=numbers>"
+        f"{''.join(f'<span><b>{number}</b> {what}</span>' for what, number in counts.items())}</p>",
+        "<h2>Where to start</h2><div class=readers>",
         *(reader_item(name, *reader, titles, minutes) for name, reader in READERS.items()),
         "</div><h2>The journey</h2><ol class=journey>",
         *(station_item(place, station, titles) for place, station in enumerate(STATIONS, 1)),
