@@ -156,13 +156,13 @@ const labelAmong = (id, ids) => ids.filter(other => label(other) === label(id)).
 function view(side, C = palette, stage = S.stage) {
   const isOther = side === 1 && S.on, R = isOther ? S.B : S.A, broken = isOther && S.B !== S.A ? S.broken : "", isSeen = stage !== "";
   const things = isSeen && broken === "stale" ? S.old : S.things, answer = R ? S.said(R) : "", spot = S.spot(), asked = S.asked(things);
-  const isWrong = Boolean(isOther && R && answer !== S.said(S.A)), isClip = S.kind === "clip", there = S.at(spot % CELLS);
-  const frames = isClip ? [0, 1, 2, 3, 4, 5] : [0], at = place => [1, 2].map(axis => R?.positions[axis][S.off + place]).join();
+  const isWrong = Boolean(isOther && R && answer !== S.said(S.A)), isClip = S.kind === "clip";
+  const frames = isClip ? [0, 1, 2, 3, 4, 5] : [0];
   return {
     R, broken, isWrong, isOther, answer, side, kind: S.kind, asked: asked ? asked.place : -1,
     claimed: S.q.startsWith("Where") ? PLACES.indexOf(answer) : -1, bitmaps: frames.map(f => bitmap(thingsAt(f, things), isSeen && broken === "bgr")),
-    frame: isClip ? S.frame : 0, isMixed: ["lines", "unsortedBack"].includes(broken), there,
-    moved: Boolean(isOther && S.A && S.positionsDiffer(spot)), at, C, isDark: dark.matches && C === palette, off: S.off, ids: S.ids, M: S.M, T: S.T,
+    frame: isClip ? S.frame : 0, isMixed: ["lines", "unsortedBack"].includes(broken),
+    moved: Boolean(isOther && S.A && S.positionsDiffer(spot)), C, isDark: dark.matches && C === palette, off: S.off, ids: S.ids, M: S.M, T: S.T,
     label, labelAmong, head: S.headNow(), heads: S.heads, perLayer: S.perLayer, towerHead: S.towerHead, perBlock: S.perBlock, seat: S.seat(), model: S.model,
     step: Math.min(S.step, R ? R.steps.length - 1 : 0), sheet: S.sheets?.[isOther ? 1 : 0], pixels: DATA.config.pixels, ghost: S.ghost, spot,
   };

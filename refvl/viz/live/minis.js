@@ -163,7 +163,7 @@ export const MINIS = {
   },
   word(g, s, V, wide = s) {
     if (s < BIG) return answerOf(g, s, V, wide);
-    const rows = 5, steps = V.R.steps.slice(0, Math.max(1, Math.min(2, V.R.out.length)));
+    const rows = 5, steps = V.R.steps.slice(0, Math.max(1, Math.min(s < 260 ? 1 : 2, V.R.out.length)));   // one word on phones
     const gap = s * 0.07, full = (s - gap * (steps.length - 1)) / steps.length, h = s / rows, size = Math.max(12, s * 0.04);
     steps.forEach(({ top }, k) => top.slice(0, rows).forEach(([id, p], i) => {
       const x = k * (full + gap), length = Math.max(0.02, 1 + Math.log10(Math.max(p, 1e-8)) / 8);

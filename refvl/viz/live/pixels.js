@@ -14,10 +14,6 @@ export const DIRECTIONS = { left: [-1, 0], right: [1, 0], up: [0, -1], down: [0,
 export const PROGRESS = [0, 0, 0.25, 0.5, 0.75, 1];     // of the moving shape in each of six frames
 
 export const centre = place => [CELL * (place % 3 + 0.5), CELL * (Math.floor(place / 3) + 0.5)];
-export const placeOf = ({ x, y }) => {
-  const cell = v => Math.min(2, Math.max(0, Math.floor(v / CELL)));
-  return cell(y) * 3 + cell(x);
-};
 
 // about the distance in px to a shape's outline, negative inside: `signed_distance` of data/training/scenes.py
 function distance(shape, x, y, r) {
