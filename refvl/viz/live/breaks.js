@@ -1,7 +1,7 @@
 // What can be exchanged, and the stages of the map. stage: where it is; name: on its switch; side: over the panel;
 // only: in the headline; did: in a shared picture; needs: the input or tower without which it does not exist.
 export const BREAKS = {
-  swap: { stage: "positions", name: "exchange h and w", side: "h and w exchanged", did: "I exchanged h and w",
+  swap: { stage: "positions", name: "exchange h and w", side: "h and w exchanged", did: "I exchanged row and column, h and w",
     only: "only row and column, %h and %w, are exchanged" },
   one: { stage: "positions", name: "one place for all tokens", side: "one place for all tokens",
     did: "I gave all image tokens one place", only: "only all image tokens share one place" },

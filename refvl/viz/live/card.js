@@ -70,6 +70,6 @@ export function drawCard(S, C, view) {
     put(stage, x + w / 2, y + h + 24, `${isSource ? 650 : 400} 18px ${SANS}`, isSource ? C.text : C.ink, "center");
     if (c >= 0.0005) put(percent(c), x + w / 2, y + h + 44, `400 15px ${SANS}`, C.text, "center");
   });
-  put("refvl: a real vision-language model, running in the page. Break it yourself.", 48, 614, `400 19px ${SANS}`, C.muted);
+  put("refvl: a small vision-language model runs in the page. Orange is how far the values of a stage changed.", 48, 614, `400 19px ${SANS}`, C.muted);
   return canvas;
 }
