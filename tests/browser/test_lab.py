@@ -117,9 +117,9 @@ def test_the_live_page_answers_in_a_notebook(lab, chromium):
     write(lab, "live.ipynb", "from refvl import viz\nviz.live()")
     page = lab.open(chromium, "live.ipynb")
     run_all(page)
-    frame = page.wait_for_selector("iframe[title^='Paint a scene']", timeout=2 * MINUTES).content_frame()
-    frame.wait_for_selector("#answer .word", timeout=2 * MINUTES)
-    assert frame.evaluate("refvl.ask('Where is the circle?')")["text"] == "top right"
+    frame = page.wait_for_selector("iframe[title^='Broken']", timeout=2 * MINUTES).content_frame()
+    frame.wait_for_selector(".answer .said", timeout=2 * MINUTES)
+    assert frame.evaluate("refvl.break([]), refvl.ask('Where is the circle?')")["text"] == "top right"
     page.context.close()
 
 
