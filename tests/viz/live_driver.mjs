@@ -8,18 +8,14 @@ const { axes, frequencies } = await receive({ meta: setup.meta, config: setup.co
 const plain = value => ArrayBuffer.isView(value) ? Array.from(value) : Array.isArray(value) ? value.map(plain) : value;
 const S = makeState({ ...setup, photos: {} }, makeTokenizer(setup.tokenizer)), model = { axes, frequencies, heads: S.heads };
 const sized = rgb => resize(rgb, SIDE, SIDE, side, side);
-const painted = (things, count) => Array.from({ length: count }, (_, f) => {
-  const placed = things.map(t => { const [x, y] = centre(t.place); return { ...t, x: x + (t.dx || 0), y: y + (t.dy || 0) }; });
-  return sized(paint(count > 1 ? frameThings(placed, S, f) : placed));
-});
 
 const found = [];
 for (const { kind, question, frames, things = [], old = [], direction = "left", broken = "swap", isBroken = false, keep = [] } of list) {
   Object.assign(S, { kind, q: question, things, broken, direction });
   S.aim();
   S.readPrompt();
-  const shown = frames ? frames.map(name => sized(new Uint8Array(read(name)))) : painted(things, kind === "clip" ? 6 : 1);
-  const { record, ...both } = await receive({ job: { frames: shown, old: painted(old, 1), ids: S.ids, off: S.off, broken: isBroken ? broken : "",
+  const shown = frames ? frames.map(name => sized(new Uint8Array(read(name)))) : framesOf(S).map(sized);
+  const { record, ...both } = await receive({ job: { frames: shown, old: [sized(paint(placed(old)))], ids: S.ids, off: S.off, broken: isBroken ? broken : "",
     place: S.asked()?.place ?? 4, most: MOST_TOKENS } }).then(({ intact, other }) => ({ record: other, A: intact, B: other }));
   Object.assign(S, both, { change: changes(both.A, both.B, broken, S.stages, model) });
   const out = { ids: S.ids, out: record.out, text: S.said(record), intact: S.said(S.A), change: S.change, cause: why(S)[0], sure: [S.A, S.B].map(sureOf),

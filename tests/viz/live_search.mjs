@@ -14,12 +14,7 @@ function scene(n, reach = 0) {
   const off = () => random(2 * reach + 1) - reach;
   return shapes.map((shape, i) => ({ shape, color: colors[i], place: places[i], dx: off(), dy: off() }));
 }
-const at = t => { const [x, y] = centre(t.place); return { ...t, x: x + t.dx, y: y + t.dy }; };
 const sized = rgb => resize(rgb, SIDE, SIDE, side, side);
-function frames() {
-  if (S.kind === "picture") return [sized(paint(S.things.map(at)))];
-  return PROGRESS.map((_, f) => sized(paint(frameThings(S.things.map(at), S, f))));
-}
 
 const names = Object.keys(BREAKS).filter(name => ["picture", "clip"].some(kind =>
   (kind === "picture" || setup.prompts.clip) && appliesTo(name, setup.config, kind)));
@@ -28,7 +23,7 @@ async function consider(kind, things, wanted) {
   Object.assign(S, { kind, things, old: scene(3), direction: pick(Object.keys(DIRECTIONS), 1)[0] });
   S.aim();
   if (S.isBoxedIn()) return;
-  const shown = frames(), old = [sized(paint(S.old.map(at)))];
+  const shown = framesOf(S).map(sized), old = [sized(paint(placed(S.old)))];
   for (const q of questionsOf(kind, things)) for (const broken of wanted) {
     Object.assign(S, { q, broken });
     S.readPrompt();

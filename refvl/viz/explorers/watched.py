@@ -15,10 +15,7 @@ from refvl.study.report import Trace
 from refvl.study.watch import SegmentAttention, media_attention, probabilities
 from refvl.viz.explorers.base import Explorer
 
-COARSE, FINE = (
-    255,
-    65_535,
-)  # steps of shares that are drawn, and of shares that are written as percentages
+COARSE, FINE = 255, 65_535  # steps of shares that are drawn, and of shares that are written as percentages
 MAX_PATCHES = 400  # per image, because every patch's attention to every other one is stored
 
 

@@ -5,10 +5,10 @@ import { CELLS, FRAME, changes, finder, lookOf, percent, sureOf, surety, towerLo
 import { MINIS, headPicture, patchTiles } from "./minis.js";
 import { NUMBERS } from "./numbers.js";
 import { makePanel, outline } from "./panel.js";
-import { COLORS, DIRECTIONS, PAPER, PLACES, PROGRESS, RADIUS, SHAPES, SIDE, centre, frameThings, paint, resize } from "./pixels.js";
+import { COLORS, DIRECTIONS, PAPER, PLACES, RADIUS, SHAPES, SIDE, frameThings, framesOf, paint, placed, resize } from "./pixels.js";
 import { MOST_THINGS, MOST_TOKENS, makeState, thing } from "./state.js";
 import { makeTokenizer } from "./tokenizer.js";
-import { H, T, W, esc, questionsOf, sentences, truthOf, why } from "./words.js";
+import { H, T, W, cut, esc, questionsOf, sentences, truthOf, why } from "./words.js";
 
 const $ = id => document.getElementById(id), all = (query, from = document) => [...from.querySelectorAll(query)];
 const DATA = JSON.parse($("data").textContent), tokenizer = makeTokenizer(DATA.tokenizer), { label } = tokenizer;
@@ -52,7 +52,7 @@ function pump() {
   const toModel = frames => frames.map(rgb => resize(rgb, at, at, to, to));
   flight = { ids, q, kind, broken: isFirstRun ? "" : broken };   // the first answer does not wait for the second run
   const old = broken === "stale" ? toModel([paint(placed(S.old))]) : [];
-  worker.postMessage({ job: { frames: toModel(framesOf()), old, ids, off, broken: flight.broken, place, most: MOST_TOKENS } });
+  worker.postMessage({ job: { frames: toModel(framesNow()), old, ids, off, broken: flight.broken, place, most: MOST_TOKENS } });
 }
 function landed(message) {
   if (message.ready) {
@@ -80,15 +80,8 @@ const settled = () => new Promise(done => { if (isReady && !flight && !isWanted)
 // ---------------------------------------------------------------- the frames, for the model and for eyes
 
 let photo = null;                                         // { coarse: RGB bytes, fine: a canvas }
-const placed = things => things.map(t => {
-  const [x, y] = centre(t.place);
-  return { ...t, x: x + (t.dx || 0), y: y + (t.dy || 0) };
-});
 const thingsAt = (frame, things = S.things) => S.kind === "clip" && things.length ? frameThings(placed(things), S, frame) : placed(things);
-function framesOf() {
-  if (S.kind === "photo") return [photo?.coarse || paint([])];
-  return S.kind === "clip" ? PROGRESS.map((_, frame) => paint(thingsAt(frame))) : [paint(thingsAt(0))];
-}
+const framesNow = () => S.kind === "photo" ? [photo?.coarse || paint([])] : framesOf(S);
 const FINE = 8, bitmaps = new Map();                      // a scene for eyes, sharper than the 84 px that the model gets
 function bitmap(things, isSwapped) {
   const key = JSON.stringify([S.kind === "photo" ? S.photo : things, isSwapped]);
@@ -201,7 +194,7 @@ function answers() {
       button.setAttribute("aria-pressed", i === V.step);
       button.setAttribute("aria-label", `Attention before “${word}”`);
       said.append(...(n ? [" "] : []), button);
-    }); else said.textContent = S.isCut(V.R) ? `${text} … (cut after ${MOST_TOKENS} tokens)` : text;
+    }); else said.textContent = cut(V.R, text);
     const bar = el("span", { className: "bar" }, el("i"));
     bar.firstChild.style.width = `${100 * p}%`;
     box.replaceChildren(el("p", { className: "asked", textContent: S.q }), said, el("p", { className: "sure" }, bar, el("span", { textContent: `${surety(p)} sure` })));
@@ -458,18 +451,15 @@ $("other").onclick = () => {
 
 function setKind(kind) {
   if (kind === "clip" && !S.things.length) S.things = [thing("circle", "red", 2)];
-  S.kind = kind;
-  S.aim();
-  const list = questionsOf(kind, S.things, S.isBoxedIn());
-  if (!list.includes(S.q)) S.q = list[0];
-  Object.assign(S, { A: null, B: null, step: 0, head: null, note: "", focus: null, patch: null });
-  think();
-  show();
-  if ($("edit").open) inputs();
+  Object.assign(S, { kind, A: null, B: null, step: 0, head: null, focus: null, patch: null });
+  askWhatFits();
 }
 function changeThings(change) {
   remember();
   change();
+  askWhatFits();
+}
+function askWhatFits() {                                  // the question stays if the input has it
   S.note = "";
   S.aim();
   const list = questionsOf(S.kind, S.things, S.isBoxedIn());
@@ -549,13 +539,15 @@ function numbers() {
   $("rows").replaceChildren(...rows.flatMap(([what, formula]) => [el("dt", { textContent: what }), el("dd", { textContent: formula })]));
 }
 $("numbers").onclick = () => { numbers(); $("formulas").showModal(); };
-const light = () => colorsOf(true);
+const shared = () => {
+  const { lead, said, sure } = sharedText(S);
+  return `${lead}${said}, ${sure}. ${S.q} ${described()}.`;
+};
 $("share").onclick = () => {
   save.now();
-  const { lead, said, sure } = sharedText(S);
   $("link").value = location.href;
-  $("png").src = drawCard(S, light(), view).toDataURL("image/png");
-  $("png").alt = `${lead}${said}, ${sure}. ${S.q} ${described()}.`;
+  $("png").src = drawCard(S, colorsOf(true), view).toDataURL("image/png");
+  $("png").alt = shared();
   $("unshared").textContent = S.kind === "photo" && S.photo === "own" ? "Your photo stays with you: it is in the picture, but not in the link." : "";
   $("send").hidden = !navigator.share;
   $("copy").textContent = "Copy link";
@@ -632,8 +624,7 @@ window.refvl = {
   },
   share() {
     save.now();
-    const { lead, said, sure } = sharedText(S);
-    return { url: location.href, alt: `${lead}${said}, ${sure}. ${S.q} ${described()}.` };
+    return { url: location.href, alt: shared() };
   },
-  truth: () => truthOf(S.kind, S.things, S.direction, S.q), pixels: framesOf,
+  truth: () => truthOf(S.kind, S.things, S.direction, S.q), pixels: framesNow,
 };

@@ -51,6 +51,15 @@ export function frameThings(things, { direction, distance }, frame) {
   return things.map((t, i) => i ? t : { ...t, x: t.x + dx * far, y: t.y + dy * far });
 }
 
+// things [{place, dx, dy}] with the x and y of their centres
+export const placed = things => things.map(t => {
+  const [x, y] = centre(t.place);
+  return { ...t, x: x + (t.dx || 0), y: y + (t.dy || 0) };
+});
+// the painted frames of an input {kind, things, direction, distance}: one, or those of a video
+export const framesOf = input => input.kind !== "clip" ? [paint(placed(input.things))]
+  : PROGRESS.map((_, f) => paint(input.things.length ? frameThings(placed(input.things), input, f) : []));
+
 // ---------------------------------------------------------------- Pillow's bicubic resize of 8-bit pixels, bit for bit
 
 const bicubic = v => {

@@ -15,11 +15,10 @@ export function makeState(data, tokenizer) {
     step: 0, focus: null, note: "", ghost: null, A: null, B: null, change: {}, model: null, ms: 0,
     config, stages, heads: config.text.num_hidden_layers * config.text.num_attention_heads,
     perLayer: config.text.num_attention_heads, perBlock: config.vision.num_heads,
-    towerHeads: config.vision.depth * config.vision.num_heads, isInterleaved: Boolean(config.text.rope_parameters.mrope_interleaved),
+    towerHeads: config.vision.depth * config.vision.num_heads,
     label: tokenizer.label,
   };
   S.said = R => tokenizer.decode(R.out).trim();
-  S.isCut = R => R.out.length === MOST_TOKENS;
   S.offers = name => Object.hasOwn(BREAKS, name) && appliesTo(name, config, S.kind);
 
   // the prompt of the question now: its ids, and where the item's tokens are

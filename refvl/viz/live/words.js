@@ -86,7 +86,6 @@ const TODO = {                                            // one thing to do in 
   word: "Ask another question.",
 };
 const quote = text => `“${esc(text)}”`;
-const named = S => ({ shape: S.asked()?.shape ?? "image" });
 
 // {head, line}: HTML; S: the state with both records
 export function sentences(S) {
@@ -102,7 +101,7 @@ function opening(S) {
   if (!S.on) return { head: "The same model twice: nothing is exchanged.",
     line: warned || (truth !== undefined && truth !== a ? `It is wrong even so: right is ${quote(truth)}.`
       : S.kind === "photo" ? "Flip the switch to exchange one thing." : "Flip the switch to exchange one thing, or drag a shape.") };
-  if (a === b) return { head: `Broken, and yet still ${quote(cut(S, b))}.`, line: warned || esc(why(S)[1]) };
+  if (a === b) return { head: `Broken, and yet still ${quote(cut(B, b))}.`, line: warned || esc(why(S)[1]) };
   const sure = p > 0.99 && sureOf(A) > 0.99 ? "just as sure" : `${surety(p)} sure`;
   const how = truth === undefined ? `Another answer, and ${sure}` : truth === a ? `Wrong, and ${sure}`
     : truth === b ? "Right by accident: the intact model is wrong here" : "Wrong, but so is the intact model";
@@ -119,7 +118,7 @@ function edge(S) {
   if (S.kind === "photo" && S.photo === "own") return "It knows painted scenes and four photos, not yours: watch the stages, not the answer.";
   return "";
 }
-export const cut = (S, text) => S.isCut(S.on ? S.B : S.A) ? `${text} … (cut after ${MOST_TOKENS} tokens)` : text;
+export const cut = (R, text) => R.out.length === MOST_TOKENS ? `${text} … (cut after ${MOST_TOKENS} tokens)` : text;
 
 function positions(S) {
   const m = S.spot(), at = R => [0, 1, 2].map(axis => R.positions[axis][S.off + m]), there = S.at(m % CELLS);
@@ -163,8 +162,8 @@ function tower(S) {
 }
 
 function other(S) {
-  const c = S.change[S.stage], source = BREAKS[S.broken].stage, { shape } = named(S), head = TITLES[S.stage];
-  if (!S.on) return { head, line: shape === "image" ? "Nothing is exchanged: both sides are equal." : `Nothing is exchanged: both sides are equal. Follow the ${shape}.` };
+  const c = S.change[S.stage], source = BREAKS[S.broken].stage, asked = S.asked(), head = TITLES[S.stage];
+  if (!S.on) return { head, line: `Nothing is exchanged: both sides are equal.${asked ? ` Follow the ${asked.shape}.` : ""}` };
   if (source === S.stage) return { head, line: `Here it was broken: ${percent(c)} has changed.` };
   if (c >= 0.0005) return { head, line: `The fault has arrived: ${percent(c)} has changed.` };
   return { head, line: S.stages.indexOf(S.stage) < S.stages.indexOf(source) ? "The fault comes later: nothing has changed here." : "The fault does not pass here: nothing has changed." };
