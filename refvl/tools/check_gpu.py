@@ -70,7 +70,8 @@ def check_gpu(
         result["environment"] |= describe_device(device)
         with torch.cuda.device(device):
             for name, check in checks.items():
-                _run(check, device, result["checks"][name], save, limit)
+                if time.monotonic() < limit:
+                    _run(check, device, result["checks"][name], save, limit)
         result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
@@ -88,8 +89,13 @@ def _run(check: Callable, device: torch.device, entry: dict, save: Callable, lim
             entry["rows"].append(row)
             save()
             if time.monotonic() > limit:
-                raise Skipped(f"the time limit was reached after {len(entry['rows'])} rows")
-        entry["state"] = "passed"
+                entry |= {
+                    "state": "unfinished",
+                    "reason": f"the time limit was reached after {len(entry['rows'])} rows",
+                }
+                break
+        else:
+            entry["state"] = "passed"
     except Skipped as reason:
         entry |= {"state": "skipped", "reason": str(reason)}
     except Exception as error:

@@ -6,7 +6,8 @@
     compiled    all towers, compiled
     suite       `pytest -m gpu`
 
-A row contains (what, measured, allowed); if allowed is None, there is no limit.
+A row contains (what, measured, allowed); if allowed is None, there is no limit. An error in one tower, model or size
+becomes a row that fails, and the next follows.
 
 Shape suffixes: M output tokens, D hidden.
 """
@@ -16,13 +17,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from transformers import CONFIG_MAPPING
@@ -36,7 +39,8 @@ from refvl.loading import load
 from refvl.paths import CLONE, DATA
 from refvl.study.costs import encoder_operations
 
-SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
+SCENE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
+CLIP = np.asarray(Image.open(DATA / "clips" / "scene.png")).reshape(-1, 84, 84, 3)  # frames: PyAV may be missing
 GRAPH_TOKENS = 64  # the largest budget of the checks, in which all their items fit
 SIDES = (16, 36, 74)  # of the images of `times`, in patches: 224, 504 and 1036 px
 TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
@@ -51,6 +55,17 @@ QUESTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 if "minicpmv4_7" not in CONFIG_MAPPING:  # transformers before 5.23
     del QUESTIONS["tiny-minicpmv-4_7"]
+
+
+SUITE = tuple(  # the files with tests that need a GPU: others may need packages that are missing
+    f"tests/{name}.py"
+    for name in (
+        "encoders/test_attention",
+        "graphs/test_graph_cuda",
+        "graphs/test_graph_pipeline",
+        "journeys/test_parallel",
+    )
+)
 
 
 class Skipped(Exception):
@@ -68,6 +83,15 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
     passed = allowed is None or measured <= allowed  # nan fails
     kept = measured if isfinite(measured) else str(measured)  # JSON cannot represent nan
     return {"check": check, "measured": kept, "allowed": allowed, "unit": unit, "passed": passed}
+
+
+def each(names: Iterable[str], check: Callable[[str], Iterator[dict]]) -> Iterator[dict]:
+    """Yield the rows of `check(name)` for each name; an error ends the rows of its own name, as a row that fails."""
+    for name in names:
+        try:
+            yield from check(name)
+        except Exception as error:  # what fails on one machine alone can be anything
+            yield row(f"{name}: {type(error).__name__}: {error}", 1, 0, "error")
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -113,25 +137,28 @@ def check_towers(device: torch.device, *, compiled: bool = False) -> Iterator[di
     """
     if compiled and available_backends(device, torch.float16)[0] != "varlen":
         raise Skipped("blocks are compiled only with varlen attention, which needs compute capability 8.0 or higher")
-    for name in towers():
-        encoder, rows, layouts = build_tower(name)
-        wanted = encoder(rows, layouts)
-        growth = _growth(encoder, rows, layouts, wanted)
-        has_graphs = next(family for family in FAMILIES if family.encoder is type(encoder)).can["graphs"]
-        for dtype in (torch.float32, torch.float16):
-            encoder.to(device, dtype)
-            values = rows.to(device, dtype)
-            allowed, way = _allowed(encoder, dtype) * growth, "eager"
-            if compiled:
-                if encoder.backend() != "varlen":  # blocks are compiled only for this backend
-                    continue
-                encoder.compile_blocks()
-                way = "compiled"
-            yield row(f"{name}, {dtype}, {way}", _error(encoder(values, layouts), wanted), allowed)
-            if has_graphs and not compiled:
-                error, others = _replay(encoder, values, layouts, wanted)
-                yield row(f"{name}, {dtype}, graphs", error, allowed)
-                yield row(f"{name}, {dtype}, graphs again, values that differ", others, 0)
+    yield from each(towers(), partial(_check_tower, device=device, compiled=compiled))
+
+
+def _check_tower(name: str, device: torch.device, compiled: bool) -> Iterator[dict]:
+    encoder, rows, layouts = build_tower(name)
+    wanted = encoder(rows, layouts)
+    growth = _growth(encoder, rows, layouts, wanted)
+    has_graphs = next(family for family in FAMILIES if family.encoder is type(encoder)).can["graphs"]
+    for dtype in (torch.float32, torch.float16):
+        encoder.to(device, dtype)
+        values = rows.to(device, dtype)
+        allowed, way = _allowed(encoder, dtype) * growth, "eager"
+        if compiled:
+            if encoder.backend() != "varlen":  # blocks are compiled only for this backend
+                continue
+            encoder.compile_blocks()
+            way = "compiled"
+        yield row(f"{name}, {dtype}, {way}", _error(encoder(values, layouts), wanted), allowed)
+        if has_graphs and not compiled:
+            error, others = _replay(encoder, values, layouts, wanted)
+            yield row(f"{name}, {dtype}, graphs", error, allowed)
+            yield row(f"{name}, {dtype}, graphs again, values that differ", others, 0)
 
 
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
@@ -155,16 +182,20 @@ def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[
 @torch.inference_mode()
 def check_answers(device: torch.device) -> Iterator[dict]:
     """Check the answers of every shipped model in float32, in half precision and with graphs."""
-    for name, (question, answer, media) in QUESTIONS.items():
-        for dtype in (torch.float32, half_of(device)):
-            model = load(name, device=device, dtype=dtype, progress=False)
-            yield row(f"{name}, {dtype}, wrong answers", model.chat(question, **media) != answer, 0)
-        model.graphs = EncoderGraphManager(model.encoder, max_budget=GRAPH_TOKENS, progress=False)
-        yield row(f"{name}, graphs, wrong answers", model.chat(question, **media) != answer, 0)
-        yield row(f"{name}, graphs, items that ran eagerly", model.graphs.stats().misses, 0)
+    yield from each(QUESTIONS, partial(_check_answer, device=device))
 
 
-def run_suite(device: torch.device, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
+def _check_answer(name: str, device: torch.device) -> Iterator[dict]:
+    question, answer, media = QUESTIONS[name]
+    for dtype in (torch.float32, half_of(device)):
+        model = load(name, device=device, dtype=dtype, progress=False)
+        yield row(f"{name}, {dtype}, wrong answers", model.chat(question, **media) != answer, 0)
+    model.graphs = EncoderGraphManager(model.encoder, max_budget=GRAPH_TOKENS, progress=False)
+    yield row(f"{name}, graphs, wrong answers", model.chat(question, **media) != answer, 0)
+    yield row(f"{name}, graphs, items that ran eagerly", model.graphs.stats().misses, 0)
+
+
+def run_suite(device: torch.device, arguments: Sequence[str] = ("-m", "gpu", *SUITE)) -> Iterator[dict]:
     """Run those of the repository's tests that need a GPU, in a process that sees only this device."""
     if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
         raise Skipped("needs a clone of the repository, and pip install -e '.[test]'")
@@ -189,33 +220,41 @@ def measure_times(device: torch.device, tower: Qwen2_5_VisionConfig = TWO_BLOCKS
     The floor is the time that the tower's matmuls take at the rate of a large matmul.
     """
     like: Any = {"device": device, "dtype": half_of(device)}
-    encoder = Qwen2_5_VisionTransformer(tower).eval().to(**like)
+    with device:  # weights are drawn there
+        encoder = Qwen2_5_VisionTransformer(tower).eval().to(**like)
     size = min(4096, 4 * tower.hidden_size)
-    x = torch.ones(size, size, **like)
+    x = torch.randn(size, size, **like)
     rate = 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3  # operations per second
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
-    compiled = dict[str, Callable]()
-    for side in SIDES:
-        name, grid = f"{side * tower.patch_size} px", [(1, side, side)]
-        pixels, metadata = torch.ones(side**2, tower.patch_values, **like), encoder.plan(grid)
+    names = {f"{side * tower.patch_size} px": side for side in SIDES}
+
+    def inputs(name: str) -> tuple[list, Tensor, Any]:
+        grid = [(1, names[name], names[name])]
+        return grid, torch.randn(names[name] ** 2, tower.patch_values, **like), encoder.plan(grid)
+
+    def measure(name: str) -> Iterator[dict]:
+        grid, pixels, metadata = inputs(name)
+        yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
+        for way, call in (
+            ("eager", partial(encoder, pixels, grid)),
+            ("planned", partial(encoder, pixels, metadata=metadata)),
+        ):
+            yield row(f"{name}: {way}", _milliseconds(call), None, "ms")
         budgets = [len(pixels) // tower.block_size]
         manager = EncoderGraphManager(encoder, budgets=budgets, max_items=1, max_frames=1, progress=False)
         manager.capture()
         [captured] = manager.captured.values()
-        ways: dict[str, Callable] = {
-            "eager": partial(encoder, pixels, grid),
-            "planned": partial(encoder, pixels, metadata=metadata),
-            "graph alone": captured.graph.replay,
-            "graph with packing": partial(manager.execute, pixels, grid),
-        }
-        yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
-        for way, call in ways.items():
-            yield row(f"{name}: {way}", _milliseconds(call), None, "ms")
-        compiled[name] = ways["planned"]
-    if encoder.backend() == "varlen":
+        yield row(f"{name}: graph alone", _milliseconds(captured.graph.replay), None, "ms")
+        yield row(f"{name}: graph with packing", _milliseconds(partial(manager.execute, pixels, grid)), None, "ms")
+
+    def compiled(name: str) -> Iterator[dict]:
+        _, pixels, metadata = inputs(name)
         encoder.compile_blocks()
-        for name, call in compiled.items():
-            yield row(f"{name}: compiled", _milliseconds(call), None, "ms")
+        yield row(f"{name}: compiled", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
+
+    yield from each(names, measure)
+    if encoder.backend() == "varlen":
+        yield from each(names, compiled)
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
