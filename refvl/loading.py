@@ -19,7 +19,7 @@ from refvl.attention import choose_backend, is_ampere
 from refvl.checks import WORDED, blame, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
-from refvl.serving.linear import choose_linear, use_onednn
+from refvl.serving.linear import align_rows, choose_linear, use_onednn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
@@ -276,7 +276,10 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
     if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
         raise ValueError(f"vision_config: its tower would have {values:,} values, but the weights contain {stored:,}")
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
-    return encoder.to(dtype).to_empty(device=device).eval()
+    encoder = encoder.to(dtype).to_empty(device=device).eval()
+    if encoder.device.type == "cuda":
+        align_rows(encoder)
+    return encoder
 
 
 def _add_stop_tokens(vlm: VLM) -> None:

@@ -1,10 +1,14 @@
-"""Linear layers on a CPU use torch's default kernel or oneDNN's, whichever is faster on this machine.
+"""Linear layers with the faster kernel: oneDNN's or torch's on a CPU, and rows of whole 16 bytes on a GPU.
 
 torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: two blocks of
 Qwen2.5-VL's tower take 1.2 to 1.35 times as long with it at 224 px, on an AMD EPYC with one thread.
 oneDNN reads torch's weights in place. Each layer keeps its weights, so you can save, move, change,
 adapt and inspect them as before. The kernel is private to torch: if a release lacks it, "auto"
 chooses torch's default.
+
+On a GPU, a matmul is fast only if every row starts at a multiple of 16 bytes. The rows of 3,420 half-precision values
+inside the MLPs of Qwen2.5-VL-3B and 7B do not. Four more columns of zeros change no result; on an H200 the MLP of a
+504 px image then takes 0.08 ms instead of 0.25 ms.
 """
 
 import time
@@ -14,6 +18,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from refvl.encoders.qwen2_5_vl import SwiGLU
 
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
@@ -33,6 +39,40 @@ class OneDnnLinear(nn.Linear):
         if suits and input.dtype == weight.dtype == torch.float32 and input.device == weight.device == CPU:
             return _onednn(input, weight, self.bias)
         return super().forward(input)
+
+
+class AlignedSwiGLU(SwiGLU):
+    """A SwiGLU whose weights are parts of wider ones that end in zeros; `align_rows` makes it.
+
+    Saving, adapting and inspecting them is as before. With gradients, or once weights have been moved elsewhere, it
+    computes like a SwiGLU.
+    """
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        """Map (N, E) to (N, E)."""
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        width = self.down_proj.weight.stride(0)
+        if torch.is_grad_enabled() or self.down_proj.weight.is_contiguous() or {*map(type, layers)} != {nn.Linear}:
+            return super().forward(x_NE)
+        gate, up = (
+            F.linear(x_NE, *(p.as_strided((width, *p.shape[1:]), p.stride()) for p in x.parameters()))
+            for x in layers[:2]
+        )
+        down = self.down_proj.weight
+        return F.linear(F.silu(gate) * up, down.as_strided((len(down), width), down.stride()), self.down_proj.bias)
+
+
+def align_rows(tower: nn.Module) -> None:
+    """Let the hidden rows of every SwiGLU in `tower` start at multiples of 16 bytes, in place."""
+    for module in (x for x in tower.modules() if type(x) is SwiGLU):
+        hidden, unit = module.up_proj.out_features, 16 // module.up_proj.weight.itemsize
+        if hidden % unit:
+            missing = unit - hidden % unit
+            for layer in (module.gate_proj, module.up_proj):
+                layer.weight = nn.Parameter(F.pad(layer.weight.data, (0, 0, 0, missing))[:hidden])
+                layer.bias = nn.Parameter(F.pad(layer.bias.data, (0, missing))[:hidden])
+            module.down_proj.weight = nn.Parameter(F.pad(module.down_proj.weight.data, (0, missing))[:, :hidden])
+            module.__class__ = AlignedSwiGLU
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
