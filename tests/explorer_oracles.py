@@ -10,10 +10,10 @@ import torch
 
 from refvl.positions import compute_retention_mask, restrict_positions
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.study.stale import replay_stale
 from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import GALLERY, SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
+from refvl.viz.explorers.stale import replay_stale
 
 
 def graph(explorer, state: tuple) -> dict:

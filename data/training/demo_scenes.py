@@ -12,6 +12,7 @@ from PIL import Image
 
 from data.training import pages, scenes
 from refvl.paths import DATA
+from refvl.pixels.media import load_video
 
 PICTURE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
 CLIP = DATA / "clips" / "scene.mp4"
@@ -55,6 +56,8 @@ def main():
     Image.fromarray(scenes.render(demo_picture())).save(PICTURE, optimize=True)
     Image.fromarray(pages.render(demo_page())).save(PAGE, optimize=True)
     write_clip(scenes.render(demo_clip()), CLIP)
+    frames = load_video(CLIP, num_frames=6).frames
+    Image.fromarray(frames.reshape(-1, *frames.shape[2:])).save(CLIP.with_suffix(".png"), optimize=True)
     for found in (*map(scenes.all_questions, (demo_picture(), demo_clip())), pages.all_questions(demo_page())):
         print(*(f"{question.text} {question.answer}" for row in found.values() for question in row), sep="\n")
 

@@ -44,34 +44,31 @@ class OneDnnLinear(nn.Linear):
 class AlignedSwiGLU(SwiGLU):
     """A SwiGLU whose weights are parts of wider ones that end in zeros; `align_rows` makes it.
 
-    Saving, adapting and inspecting them is as before. With gradients, or once weights have been moved elsewhere, it
-    computes like a SwiGLU.
+    Their names, shapes and values are as before, but `down_proj.weight` is not contiguous. With gradients, or once the
+    weights have been moved elsewhere, it computes like a SwiGLU.
     """
 
     def forward(self, x_NE: Tensor) -> Tensor:
         """Map (N, E) to (N, E)."""
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        width = self.down_proj.weight.stride(0)
-        if torch.is_grad_enabled() or self.down_proj.weight.is_contiguous() or {*map(type, layers)} != {nn.Linear}:
-            return super().forward(x_NE)
-        gate, up = (
-            F.linear(x_NE, *(p.as_strided((width, *p.shape[1:]), p.stride()) for p in x.parameters()))
-            for x in layers[:2]
-        )
         down = self.down_proj.weight
-        return F.linear(F.silu(gate) * up, down.as_strided((len(down), width), down.stride()), self.down_proj.bias)
+        if torch.is_grad_enabled() or down.is_contiguous() or {*map(type, self.children())} != {nn.Linear}:
+            return super().forward(x_NE)
+        narrow = (*self.gate_proj.parameters(), *self.up_proj.parameters())
+        wide = [p.as_strided((down.stride(0), *p.shape[1:]), p.stride()) for p in narrow]
+        hidden = F.silu(F.linear(x_NE, *wide[:2])) * F.linear(x_NE, *wide[2:])
+        return F.linear(hidden, down.as_strided((len(down), down.stride(0)), down.stride()), self.down_proj.bias)
 
 
 def align_rows(tower: nn.Module) -> None:
     """Let the hidden rows of every SwiGLU in `tower` start at multiples of 16 bytes, in place."""
     for module in (x for x in tower.modules() if type(x) is SwiGLU):
-        hidden, unit = module.up_proj.out_features, 16 // module.up_proj.weight.itemsize
-        if hidden % unit:
-            missing = unit - hidden % unit
+        down = module.down_proj.weight.data
+        if missing := -down.shape[1] % (16 // down.itemsize):
             for layer in (module.gate_proj, module.up_proj):
-                layer.weight = nn.Parameter(F.pad(layer.weight.data, (0, 0, 0, missing))[:hidden])
-                layer.bias = nn.Parameter(F.pad(layer.bias.data, (0, missing))[:hidden])
-            module.down_proj.weight = nn.Parameter(F.pad(module.down_proj.weight.data, (0, missing))[:, :hidden])
+                for name, p in dict(layer.named_parameters()).items():
+                    wide = F.pad(p.data, (0, 0) * (p.ndim - 1) + (0, missing))
+                    setattr(layer, name, nn.Parameter(wide[: len(p)]))
+            module.down_proj.weight = nn.Parameter(F.pad(down, (0, missing))[:, : down.shape[1]])
             module.__class__ = AlignedSwiGLU
 
 

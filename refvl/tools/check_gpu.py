@@ -89,15 +89,10 @@ def _run(check: Callable, device: torch.device, entry: dict, save: Callable, lim
             entry["rows"].append(row)
             save()
             if time.monotonic() > limit:
-                entry |= {
-                    "state": "unfinished",
-                    "reason": f"the time limit was reached after {len(entry['rows'])} rows",
-                }
-                break
-        else:
-            entry["state"] = "passed"
-    except Skipped as reason:
-        entry |= {"state": "skipped", "reason": str(reason)}
+                raise TimeoutError(f"the time limit was reached after {len(entry['rows'])} rows")
+        entry["state"] = "passed"
+    except (Skipped, TimeoutError) as reason:
+        entry |= {"state": "skipped" if isinstance(reason, Skipped) else "unfinished", "reason": str(reason)}
     except Exception as error:
         entry |= {"state": "error", "reason": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     finally:

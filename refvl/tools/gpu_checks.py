@@ -227,35 +227,22 @@ def measure_times(device: torch.device, tower: Qwen2_5_VisionConfig = TWO_BLOCKS
     x = torch.randn(size, size, **like)
     rate = 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3  # operations per second
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
-    names = {f"{side * tower.patch_size} px": side for side in SIDES}
-
-    def inputs(name: str) -> tuple[list, Tensor, Any]:
-        grid = [(1, names[name], names[name])]
-        return grid, torch.randn(names[name] ** 2, tower.patch_values, **like), encoder.plan(grid)
-
-    def measure(name: str) -> Iterator[dict]:
-        grid, pixels, metadata = inputs(name)
+    ways = dict[str, Callable]()
+    for side in SIDES:
+        name, grid = f"{side * tower.patch_size} px", [(1, side, side)]
+        pixels, metadata = torch.randn(side**2, tower.patch_values, **like), encoder.plan(grid)
+        manager = EncoderGraphManager(encoder, budgets=[side**2 // 4], max_items=1, max_frames=1, progress=False)
+        ways |= {
+            f"{name}: eager": partial(encoder, pixels, grid),
+            f"{name}: planned": partial(encoder, pixels, metadata=metadata),
+            f"{name}: graph": partial(manager.execute, pixels, grid),
+        }
         yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
-        for way, call in (
-            ("eager", partial(encoder, pixels, grid)),
-            ("planned", partial(encoder, pixels, metadata=metadata)),
-        ):
-            yield row(f"{name}: {way}", _milliseconds(call), None, "ms")
-        budgets = [len(pixels) // tower.block_size]
-        manager = EncoderGraphManager(encoder, budgets=budgets, max_items=1, max_frames=1, progress=False)
-        manager.capture()
-        [captured] = manager.captured.values()
-        yield row(f"{name}: graph alone", _milliseconds(captured.graph.replay), None, "ms")
-        yield row(f"{name}: graph with packing", _milliseconds(partial(manager.execute, pixels, grid)), None, "ms")
-
-    def compiled(name: str) -> Iterator[dict]:
-        _, pixels, metadata = inputs(name)
-        yield row(f"{name}: compiled", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
-
-    yield from each(names, measure)
+    yield from each(ways, lambda name: iter([row(name, _milliseconds(ways[name]), None, "ms")]))
     if encoder.backend() == "varlen":
         encoder.compile_blocks()
-        yield from each(names, compiled)
+        compiled = {name.replace("planned", "compiled"): way for name, way in ways.items() if "planned" in name}
+        yield from each(compiled, lambda name: iter([row(name, _milliseconds(compiled[name]), None, "ms")]))
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

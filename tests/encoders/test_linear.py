@@ -1,4 +1,4 @@
-"""oneDNN's linear layers. Oracles: float64, and nn.Linear with the same weights."""
+"""oneDNN's linear layers, and rows of whole 16 bytes. Oracles: float64, and the same weights in torch's layers."""
 
 import copy
 import pickle
@@ -10,9 +10,10 @@ from closeness import assert_agree
 from torch import nn
 
 import refvl
+from refvl.encoders.qwen2_5_vl import SwiGLU
 from refvl.paths import DATA
 from refvl.serving import linear
-from refvl.serving.linear import OneDnnLinear, choose_linear, use_onednn
+from refvl.serving.linear import AlignedSwiGLU, OneDnnLinear, align_rows, choose_linear, use_onednn
 
 CHECKPOINTS = DATA / "checkpoints"
 SCENE = DATA / "pictures" / "scene.png"
@@ -163,3 +164,35 @@ def test_a_torch_without_the_kernel_keeps_its_own(monkeypatch):
 def test_another_name_is_refused():
     with pytest.raises(ValueError, match=r"linear: expected one of .*'onednn'.*, got 'mkl'"):
         refvl.load(CHECKPOINTS / "tiny-qwen2_5_vl", linear="mkl")
+
+
+@pytest.mark.parametrize("width", [98, 3420])
+def test_aligned_rows_compute_what_the_same_weights_do(width, monkeypatch):
+    """Also changed in place; copied, adapted or with gradients they are those of SwiGLU. Oracle: SwiGLU, in float64."""
+    torch.manual_seed(0)
+    plain = SwiGLU(32, width + 1).double()
+    aligned, x = nn.Sequential(copy.deepcopy(plain)), torch.randn(9, 32).double()
+    align_rows(aligned)
+    mlp, used = aligned[0], []
+    assert type(mlp) is AlignedSwiGLU and mlp.down_proj.weight.stride() == (width + 2, 1)
+    assert all(torch.equal(mlp.get_parameter(name), weight) for name, weight in plain.named_parameters())
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x, run=SwiGLU.forward: used.append(self) or run(self, x))
+    with torch.no_grad():
+        for layer in (plain, mlp):
+            layer.gate_proj.weight.mul_(2)
+        want = plain(x)
+        torch.testing.assert_close(mlp(x), want)
+        assert used == [plain]
+        moved = copy.deepcopy(mlp)
+        torch.testing.assert_close(moved(x), want)
+    torch.testing.assert_close(mlp(x), want)
+    assert used == [plain, moved, mlp]
+
+
+def test_rows_are_aligned_on_a_gpu_alone_and_only_where_they_are_not():
+    """Widths of 3,420 values: 6,840 bytes in half precision, 13,680 in float32, of which 16 is a part."""
+    for dtype, kind in ((torch.bfloat16, AlignedSwiGLU), (torch.float32, SwiGLU)):
+        mlp = nn.Sequential(SwiGLU(8, 3420).to(dtype))
+        align_rows(mlp)
+        assert type(mlp[0]) is kind
+    assert type(refvl.load(CHECKPOINTS / "tiny-qwen2_5_vl", dtype="bfloat16").encoder.blocks[0].mlp) is SwiGLU

@@ -8,7 +8,7 @@ from torch import Tensor
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.manager import CapturedBudget
-from refvl.study.stale import replay_stale
+from refvl.viz.explorers.stale import replay_stale
 from tests.closeness import assert_agree, assert_differ
 
 BEFORE, NOW = (1, 6, 8), (1, 6, 6)  # grids in patches

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Rooms
 # that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
-    "refvl/*.py": 1211, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2020,
-    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1062,
-    "refvl/study": 1588, "refvl/tools": 613, "refvl without viz": 10_155, "refvl/viz": 4000,
+    "refvl/*.py": 1214, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2020,
+    "refvl/positions": 635, "refvl/language": 585, "refvl/graphs": 710, "refvl/serving": 1082,
+    "refvl/study": 1544, "refvl/tools": 636, "refvl without viz": 10_155, "refvl/viz": 4000,
     "tests": 16_000, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
     "raise in refvl without viz": 286, "an answer: modules": 60, "an answer: lines": 4500,
     "characters a line, refvl": 55.0, "characters a line, tests": 52.7,
@@ -31,7 +31,10 @@ OVER = {  # the plan, and why it is not met
     "refvl/pixels": (800, "the times, rotations, parts and truncated files that PyAV leaves open"),
     "refvl/positions": (620, "a packed prompt that lacks a feature is filled or refused"),
     "refvl/graphs": (700, "one kernel fills all buffers of a replay"),
-    "refvl/serving": (1000, "twelve features with public names; adapters under the names of five families"),
+    "refvl/serving": (
+        1000,
+        "twelve features with public names; adapters under the names of five families; rows of whole 16 bytes",
+    ),
     "refvl/study": (
         1350,
         "transformers' own processors for `compare`, warnings about float16, a reader's nine functions",

@@ -17,8 +17,8 @@ from refvl.graphs.manager import CapturedBudget
 from refvl.graphs.recorder import Operation
 from refvl.model import VLM
 from refvl.study.report import Trace
-from refvl.study.stale import StaleReplay, replay_stale
 from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.explorers.stale import StaleReplay, replay_stale
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
