@@ -227,22 +227,24 @@ def measure_times(device: torch.device, tower: Qwen2_5_VisionConfig = TWO_BLOCKS
     x = torch.randn(size, size, **like)
     rate = 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3  # operations per second
     yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
-    ways = dict[str, Callable]()
-    for side in SIDES:
-        name, grid = f"{side * tower.patch_size} px", [(1, side, side)]
-        pixels, metadata = torch.randn(side**2, tower.patch_values, **like), encoder.plan(grid)
-        manager = EncoderGraphManager(encoder, budgets=[side**2 // 4], max_items=1, max_frames=1, progress=False)
-        ways |= {
-            f"{name}: eager": partial(encoder, pixels, grid),
-            f"{name}: planned": partial(encoder, pixels, metadata=metadata),
-            f"{name}: graph": partial(manager.execute, pixels, grid),
-        }
-        yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
-    yield from each(ways, lambda name: iter([row(name, _milliseconds(ways[name]), None, "ms")]))
-    if encoder.backend() == "varlen":
-        encoder.compile_blocks()
-        compiled = {name.replace("planned", "compiled"): way for name, way in ways.items() if "planned" in name}
-        yield from each(compiled, lambda name: iter([row(name, _milliseconds(compiled[name]), None, "ms")]))
+    for compiled in ("", ", compiled")[: 1 + (encoder.backend() == "varlen")]:
+        if compiled:
+            encoder.compile_blocks()
+        for side in SIDES:
+            name, grid = f"{side * tower.patch_size} px", [(1, side, side)]
+            pixels, metadata = torch.randn(side**2, tower.patch_values, **like), encoder.plan(grid)
+            manager = EncoderGraphManager(encoder, budgets=[side**2 // 4], max_items=1, max_frames=1, progress=False)
+            ways: dict[str, Callable] = {
+                f"{name}: eager{compiled}": partial(encoder, pixels, grid),
+                f"{name}: planned{compiled}": partial(encoder, pixels, metadata=metadata),
+                f"{name}: graph{compiled}": partial(manager.execute, pixels, grid),
+            }
+            yield row(f"{name}: floor", encoder_operations(encoder, grid) / rate * 1e3, None, "ms")
+            yield from each(ways, partial(_time, ways))
+
+
+def _time(ways: dict[str, Callable], name: str) -> Iterator[dict]:
+    yield row(name, _milliseconds(ways[name]), None, "ms")
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
