@@ -4,7 +4,8 @@
     GALLERY           -> explorers/*.html     and *.png, the image shown with a link to each
     SHIPPED           -> journeys/*.html      one answer of each model, line by line
     LIVE              -> live*.html           a model that runs in the page
-    reference.py      -> reference.html       every public name
+    docs/*.md         -> docs/*.html          the guides, and a page for each question
+    reference.py      -> reference.html       every public name, and one search for names and guides
     STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
     STILL             -> og.png               the image shown with a link to the site
     *.py, *.md        -> files/*.html         the files that the stations and notebooks link to
@@ -31,6 +32,18 @@ import reference
 import typer
 from heads import in_order
 from PIL import Image
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
+
+from refvl.study.follow import follow
+from refvl.viz.explorers import host
+from refvl.viz.explorers import page as page_of_explorers
+from refvl.viz.explorers.gallery import GALLERY, small_model
+from refvl.viz.journey import SHIPPED, TITLE
+from refvl.viz.journey import page as page_of_journey
+from refvl.viz.live.page import ALT, LIVE, SITE, STILL
+from refvl.viz.live.page import page as page_of_live
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
 MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY, MAX_LIVE = 600_000, 220_000, 600_000, 3_000_000  # bytes
@@ -61,7 +74,7 @@ INDEX = tomllib.loads((ROOT / "notebooks/pages.toml").read_text(encoding="utf-8"
 STATIONS = [Station(**values) for values in INDEX["stations"]]
 EXPLORERS = INDEX["explorers"]
 # reader: their goal, and their pages in order, each by a notebook's number, an explorer's name, or an address
-READERS = {name: (reader["wants"], reader["pages"]) for name, reader in INDEX["readers"].items()}
+READERS = INDEX["readers"]
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -78,33 +91,27 @@ def build(out: Path, base: str = "") -> dict[str, int]:
     base: the address of the published site, which link previews need. Notebooks are not run: if they changed, run `make
     notebooks` first.
     """
-    from refvl.viz.explorers.gallery import GALLERY
-    from refvl.viz.journey import SHIPPED
-    from refvl.viz.live.page import STILL
-
     paths = in_order((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
+    pages = {f"notebooks/{path.stem}.html": notebook_page(nbformat.read(path, 4), path.parent) for path in paths}
     made = {name: [GALLERY[view]() for view in (name, *views)] for name, (_, *views) in EXPLORERS.items()}
     pages |= {f"explorers/{name}.html": explorer_page(name, made, paths) for name in EXPLORERS}
     pages |= {f"journeys/{name}.html": journey_page(name) for name in SHIPPED}
-    pages |= live_pages() | {"reference.html": document("refvl: API reference", reference.body(), style=reference.LOOK)}
+    pages |= live_pages() | guides()
+    pages["reference.html"] = document("refvl: search and API reference", reference.body(), style=reference.LOOK)
     pages["index.html"] = index_page(paths, made)
     named = sorted(set(re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', "".join(pages.values()))))
     pages |= {f"files/{name}.html": file_page(name) for name in named}
     stills = {f"explorers/{name}.png": explorers[0].still() for name, explorers in made.items()}
     stills["og.png"] = STILL.read_bytes()
-    own = {name: name.replace(".html", ".png") for name in pages}
-    pages = {
-        name: with_preview(text, base, own[name] if own[name] in stills else "og.png") for name, text in pages.items()
-    }
+    for name, text in pages.items():
+        own = name.replace(".html", ".png")
+        pages[name] = with_preview(text, base, own if own in stills else "og.png")
     if problems := list(check(pages)):
         raise ValueError("the site is broken:\n" + "\n".join(problems))
-    for name, text in pages.items():
+    for name, content in ({name: text.encode() for name, text in pages.items()} | stills).items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    for name, still in stills.items():
-        (out / name).write_bytes(still)
+        path.write_bytes(content)
     return {name: len(text.encode()) for name, text in pages.items()}
 
 
@@ -115,8 +122,6 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 def explorer_page(name: str, made: dict[str, list], notebooks: list[Path]) -> str:
     """Return the page of an explorer and those that share it, with links to its neighbours, notebook and the index."""
-    from refvl.viz.explorers import page
-
     names = list(made)
     place = names.index(name)
     [notebook] = [path for path in notebooks if path.name.startswith(EXPLORERS[name][0])]
@@ -128,36 +133,47 @@ def explorer_page(name: str, made: dict[str, list], notebooks: list[Path]) -> st
         (f"{after}.html", f"{made[after][0].title} →"),
     ]
     foot = "".join(f'<a href="{address}">{html.escape(text)}</a>' for address, text in links)
-    return page(*made[name], foot=f"<nav>{foot}</nav>")
+    return page_of_explorers(*made[name], foot=f"<nav>{foot}</nav>")
 
 
 def journey_page(name: str) -> str:
     """Follow an answer of a shipped model and return its page, with links to those of the other models."""
-    from refvl.study.follow import follow
-    from refvl.viz.explorers.gallery import small_model
-    from refvl.viz.journey import SHIPPED, page
-
     asked = SHIPPED[name]
     journey = follow(small_model(asked.checkpoint), asked.question, **asked.options)
     links = {other.name: "" if key == name else f"{key}.html" for key, other in SHIPPED.items()}
     files = "../files/refvl/{}.html"
-    return page(journey, title=asked.checkpoint, links=links, index="../index.html", files=files)
+    return page_of_journey(journey, title=asked.checkpoint, links=links, index="../index.html", files=files)
 
 
 def live_pages() -> dict[str, str]:
     """Return the page of each model that runs in the browser, with links to the others and to the index."""
-    from refvl.viz.live.page import LIVE, SITE, page
 
     def others(checkpoint: str) -> dict[str, str]:
         return {f"the same with {LIVE[name]}": SITE[name] for name in LIVE if name != checkpoint}
 
-    return {SITE[name]: page(name, index="index.html", links=others(name)) for name in LIVE}
+    return {SITE[name]: page_of_live(name, index="index.html", links=others(name)) for name in LIVE}
 
 
-def notebook_page(path: Path) -> str:
-    """Return an executed notebook as one page: explorers run, images have alt text, formulas are text."""
-    notebook = nbformat.read(path, as_version=4)
-    prepare(notebook, path.parent)
+def guides() -> dict[str, str]:
+    """Return the pages of docs/*.md by address, and of each question."""
+
+    def embedded(match: re.Match) -> str:
+        return small((ROOT / "docs" / match[2]).read_bytes(), match[1], side=1200)
+
+    texts = dict[str, str]()
+    for path in (ROOT / "docs").glob("*.md"):
+        texts[path.stem] = re.sub(r"!\[(.*?)\]\((.*?)\)", embedded, path.read_text(encoding="utf-8"), flags=re.S)
+    for question in re.split(r"^## (?=\d)", texts["questions"], flags=re.M)[1:]:
+        texts[f"question-{question.split('.')[0]}"] = f"# {question}"
+    cell = nbformat.v4.new_markdown_cell
+    back = cell('<a href="../index.html">Index</a> · <a href="../reference.html">Search</a>')
+    made = {f"docs/{stem}.html": nbformat.v4.new_notebook(cells=[cell(text), back]) for stem, text in texts.items()}
+    return {address: notebook_page(notebook, ROOT / "docs") for address, notebook in made.items()}
+
+
+def notebook_page(notebook: Any, folder: Path) -> str:
+    """Return an executed notebook of `folder` as one page: explorers run, images have alt text, formulas are text."""
+    prepare(notebook, folder)
     body, _ = exporter().from_notebook_node(notebook)
     return document(title_of(notebook), f"<main>{body}</main>", style=highlighting())
 
@@ -167,16 +183,12 @@ def exporter() -> Any:
     """Return one exporter for all notebooks, so templates are compiled once; our own notebooks need no sanitising."""
     from nbconvert import HTMLExporter
 
-    made = HTMLExporter(template_name="basic")
-    made.register_filter("clean_html", lambda text: text)
-    return made
+    return HTMLExporter(template_name="basic", filters={"clean_html": lambda text: text})
 
 
 @cache
 def highlighting() -> str:
     """Return the CSS for highlighted code, light and dark."""
-    from pygments.formatters import HtmlFormatter
-
     light, dark = (HtmlFormatter(style=s).get_style_defs(".highlight") for s in ("friendly", "github-dark"))
     return f"{light} @media (prefers-color-scheme: dark) {{ {dark} }} .highlight {{ background: none }}"
 
@@ -198,8 +210,6 @@ def prepare(notebook: Any, folder: Path) -> None:
 
 def show_output(output: Any, models: dict, said: str) -> None:
     """Replace a widget with a live explorer, other images with WebP; `said` is the alt text of images without any."""
-    from refvl.viz.explorers import host
-
     data, metadata = output.data, output.setdefault("metadata", {})
     entry = models.get(data.pop(VIEW, {}).get("model_id"))
     if entry and "_esm" in entry["state"]:
@@ -242,19 +252,16 @@ def page_link(target: str, folder: Path) -> str:
     if target == "index.ipynb":
         return "../index.html"
     if target.endswith(".ipynb"):
-        return target.removesuffix("ipynb") + "html"
-    return f"../files/{(folder / target).resolve().relative_to(ROOT)}.html"
+        return f"../notebooks/{Path(target).stem}.html"
+    if (path := (folder / target).resolve()).parent == ROOT / "docs":
+        return f"../docs/{path.stem}.html"
+    return f"../files/{path.relative_to(ROOT)}.html"
 
 
 def file_page(name: str) -> str:
     """Return the page of a file of the repository, with highlighted code."""
-    from pygments import highlight
-    from pygments.formatters import HtmlFormatter
-    from pygments.lexers import get_lexer_for_filename
-
-    text = (ROOT / name).read_text(encoding="utf-8")
-    back = "../" * (name.count("/") + 1)
-    body = highlight(text, get_lexer_for_filename(name), HtmlFormatter(lineanchors="L"))
+    back, lexer = "../" * (name.count("/") + 1), get_lexer_for_filename(name)
+    body = highlight((ROOT / name).read_text(encoding="utf-8"), lexer, HtmlFormatter(lineanchors="L"))
     return document(name, f'<p><a href="{back}index.html">Index</a></p><h1>{name}</h1>{body}', style=highlighting())
 
 
@@ -281,16 +288,12 @@ def with_preview(text: str, base: str, still: str) -> str:
 
 def index_page(paths: list[Path], made: dict[str, list]) -> str:
     """Return the index: the live page, an order for three readers, the journey, the explorers and the notebooks."""
-    from refvl.viz.journey import SHIPPED, TITLE
-    from refvl.viz.live.page import LIVE
-
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {f"notebooks/{stem}.html": title_of(notebook) for stem, notebook in notebooks.items()}
     titles |= {f"explorers/{name}.html": explorers[0].title for name, explorers in made.items()}
-    titles |= {"live.html": "Broken, and sure: one thing exchanged", "reference.html": "API reference"}
+    titles |= {"live.html": "Broken, and sure: one thing exchanged", "reference.html": "Search and API reference"}
     titles |= {f"journeys/{name}.html": f"{TITLE}: {asked.name}" for name, asked in SHIPPED.items()}
-    minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()}
-    minutes |= {"live.html": 8}
+    minutes = {"live.html": 8} | {f"notebooks/{stem}.html": minutes_of(book) for stem, book in notebooks.items()}
     counts = {
         "notebooks that were run": len(notebooks), "explorers": len(made), "models that run in the page": len(LIVE),
         "answers line by line": len(SHIPPED), "hours to read and try": round(sum(minutes.values()) / 60),
@@ -302,7 +305,7 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
         f"{live_item()}<p class=numbers>"
         f"{''.join(f'<span><b>{number}</b> {what}</span>' for what, number in counts.items())}</p>",
         "<h2>Where to start</h2><div class=readers>",
-        *(reader_item(name, *reader, titles, minutes) for name, reader in READERS.items()),
+        *(reader_item(name, **reader, titles=titles, minutes=minutes) for name, reader in READERS.items()),
         "</div><h2>The journey</h2><ol class=journey>",
         *(station_item(place, station, titles) for place, station in enumerate(STATIONS, 1)),
         "</ol><h2>Explorers</h2><p>Each asks one question. Nothing is loaded, and every number is refvl's.</p>",
@@ -311,16 +314,14 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
         "</ol><h2>Notebooks</h2><ol class=cards>",
         *(course_item(stem, notebook, minutes[f"notebooks/{stem}.html"]) for stem, notebook in notebooks.items()),
         f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with the result of each stage.</p>"
-        f"<ul>{lines}</ul><h2>API</h2>",
-        '<p><a href="reference.html">API reference</a>: every public name, with source, test and notebook.</p></main>',
+        f"<ul>{lines}</ul><h2>Documentation and API</h2>",
+        '<p><a href="reference.html">Search</a> the guides and every public name.</p></main>',
     ]
     return document("refvl: from pixels to an answer", "\n".join(body))
 
 
 def live_item() -> str:
     """Return the section for the live page, which people are sent to first, with a still image of it."""
-    from refvl.viz.live.page import ALT, LIVE, SITE, STILL
-
     still = small(STILL.read_bytes(), ALT, side=960)
     names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
     return (
@@ -342,10 +343,9 @@ def reader_item(name: str, wants: str, pages: tuple[str, ...], titles: dict[str,
 
 def station_item(place: int, station: Station, titles: dict[str, str]) -> str:
     """Return a stop of the journey as a list item, with links to its notebooks, explorers and files."""
-    chosen = [a for n in station.notebooks for a in titles if a.startswith(f"notebooks/{n}")]
-    links = [(address, titles[address]) for address in chosen]
+    links = [(a, titles[a]) for n in station.notebooks for a in titles if a.startswith(f"notebooks/{n}")]
     links += [(f"explorers/{name}.html", f"▶ {titles[f'explorers/{name}.html']}") for name in station.explorers]
-    links += [(f"journeys/qwen2_5_vl.html#stage-{station.stage}", "line by line")]
+    links.append((f"journeys/qwen2_5_vl.html#stage-{station.stage}", "line by line"))
     items = "".join(f'<li><a href="{address}">{html.escape(text)}</a></li>' for address, text in links)
     files = "".join(f'<li><a href="files/refvl/{name}.html">{name}</a></li>' for name in station.files)
     return (
@@ -373,17 +373,17 @@ def explorer_item(name: str, explorer: Any) -> str:
     """Return an explorer's card: its image, title and question."""
     picture = small(explorer.still(), f"The explorer {explorer.title}")
     link = f'<a href="explorers/{name}.html">{html.escape(explorer.title)}</a>'
-    belongs = f"<p><small>with notebook {EXPLORERS[name][0]}</small></p>"
-    return f"<li>{picture}<h3>{link}</h3><p>{html.escape(explorer.asks)}</p>{belongs}</li>"
+    asks = f"<p>{html.escape(explorer.asks)}</p><p><small>with notebook {EXPLORERS[name][0]}</small></p>"
+    return f"<li>{picture}<h3>{link}</h3>{asks}</li>"
 
 
 def thumbnail(notebook: Any) -> str:
     """Return a thumbnail of the largest image among a notebook's outputs."""
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     found = [data[kind] for data in shown for kind in ("image/png", "image/jpeg") if kind in data]
-    if not found:
-        return "<span></span>"
-    return small(base64.b64decode(max(found, key=len)), f"A figure of {title_of(notebook)}")
+    return (
+        small(base64.b64decode(max(found, key=len)), f"A figure of {title_of(notebook)}") if found else "<span></span>"
+    )
 
 
 def small(encoded: bytes, alt: str, side: int = 400) -> str:
@@ -418,8 +418,8 @@ def check(pages: dict[str, str]) -> Iterator[str]:
     for name, text in pages.items():
         read[name].feed(text)
     for name, found in read.items():
-        limit = {"explorers": MAX_EXPLORER, "journeys": MAX_JOURNEY}.get(name.split("/")[0], MAX_NOTEBOOK)
-        limit = MAX_LIVE if name.startswith("live") else limit
+        limits = {"explorers": MAX_EXPLORER, "journeys": MAX_JOURNEY, "live": MAX_LIVE}
+        limit = next((most for begin, most in limits.items() if name.startswith(begin)), MAX_NOTEBOOK)
         if (size := len(pages[name].encode())) > limit:
             yield f"{name}: {size:,} bytes, allowed are {limit:,}"
         yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))

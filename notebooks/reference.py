@@ -1,4 +1,4 @@
-"""The API reference of the site: every public name with its signature, docstring, source, test and notebook.
+"""The search of the site: the guides, and every public name with its signature, docstring, source, test and notebook.
 
     PUBLIC      -> the modules whose names are public
     entries()   -> one Entry per name: from the docstring and the files that use the name
@@ -52,7 +52,7 @@ box.addEventListener("input", () => {
   });
   const parts = document.querySelectorAll("div.module");
   parts.forEach((part) => { part.hidden = !part.querySelector("section:not([hidden])"); });
-  found.textContent = `${count} of ${entries.length} names`;
+  found.textContent = `${count} of ${entries.length} entries`;
 });
 </script>"""
 LOOK = """.entry { border-top: 1px solid var(--line); padding: .2rem 0 .6rem; overflow-wrap: anywhere }
@@ -191,10 +191,12 @@ def body() -> str:
     """Return the page's HTML: a search, and a section per name under its module."""
     made = entries()
     parts = [
-        '<p><a href="index.html">All notebooks and explorers</a></p><main><h1>API reference</h1>',
-        "<p>Every public name. Shapes: N patches, M merged tokens, L prompt tokens, D width.</p>",
-        '<p><label for="search">Search names, arguments and docstrings</label>'
-        f'<input id="search" type="search" autocomplete="off"> <small id="found">{len(made)} names</small></p>',
+        '<p><a href="index.html">All notebooks and explorers</a></p><main><h1>Search and API reference</h1>',
+        '<p><label for="search">Search guides, questions, names, arguments and docstrings</label>'
+        '<input id="search" type="search" autocomplete="off"> <small id="found"></small></p>',
+        '<div class="module"><h2>Guides</h2>',
+        *guides(),
+        "</div><p>Shapes: N patches, M merged tokens, L prompt tokens, D width.</p>",
     ]
     for module, what in PUBLIC.items():
         parts.append(f'<div class="module"><h2 id="{module}">{module}</h2><p>{what}</p>')
@@ -203,17 +205,24 @@ def body() -> str:
     return "\n".join([*parts, "</main>", SEARCH])
 
 
+def guides() -> Iterator[str]:
+    """Yield a section for each heading of docs/*.md; its text is hidden, but the search finds it."""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        for part in re.split(r"^#{1,3} (?=[A-Z\d])", path.read_text(encoding="utf-8"), flags=re.M)[1:]:
+            title, _, text = part.replace("`", "").partition("\n")
+            place = f"docs/{path.stem}.html#{title.replace(' ', '-')}"
+            if number := re.match(r"\d+(?=\.)", title):
+                place = f"docs/question-{number[0]}.html"
+            said = f'<h3><a href="{html.escape(place)}">{html.escape(title)}</a></h3>'
+            yield f'<section class="entry">{said}<div hidden>{html.escape(text)}</div></section>'
+
+
 def section(entry: Entry) -> str:
     """Return the section of a name: signature, docstring, and links to its source, its test and a notebook."""
     place = f"#L-{entry.line}" if entry.line else ""
-    links = (
-        (f"files/{entry.source}.html{place}", entry.source),
-        (f"files/{entry.test}.html", entry.test),
-        (
-            f"notebooks/{entry.notebook}.html",
-            f"{'used' if entry.is_shown else 'explained'} in notebook {entry.notebook[:2]}",
-        ),
-    )
+    shown = f"{'used' if entry.is_shown else 'explained'} in notebook {entry.notebook[:2]}"
+    links = [(f"files/{entry.source}.html{place}", entry.source), (f"files/{entry.test}.html", entry.test)]
+    links.append((f"notebooks/{entry.notebook}.html", shown))
     where = " · ".join(f'<a href="{address}">{html.escape(text)}</a>' for address, text in links)
     return (
         f'<section class="entry" id="{entry.anchor}"><h3>{entry.name}</h3><pre>{html.escape(entry.signature)}</pre>'

@@ -59,14 +59,19 @@ def test_nothing_was_asked_for_and_nothing_complained(opened):
     assert [url for url in asked if not url.startswith("data:")] == [address] and heard == []
 
 
-def test_the_reference_fits_a_phone(chromium, tmp_path):
-    """Long names and signatures wrap: the page is no wider than the screen."""
+def test_the_reference_and_the_guides_fit_a_phone(chromium, tmp_path):
+    """Long names and signatures wrap: no page is wider than the screen. A search finds the page of a question."""
     import pages
     import reference
 
-    file = tmp_path / "reference.html"
-    file.write_text(pages.document("API reference", reference.body(), style=reference.LOOK), encoding="utf-8")
+    made = {"reference.html": pages.document("search", reference.body(), style=reference.LOOK)} | pages.guides()
     page = chromium.new_page(viewport={"width": 390, "height": 844}, is_mobile=True)
-    page.goto(file.as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    (tmp_path / "docs").mkdir()
+    for name, text in reversed(made.items()):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        page.goto((tmp_path / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+    page.fill("#search", "where is the box")
+    page.get_by_role("link", name="1. Where is the box?").click()
+    assert page.url == (tmp_path / "docs/question-1.html").as_uri()
     page.close()

@@ -122,7 +122,7 @@ def test_without_scripts_there_is_a_figure(front, chromium):
 def test_every_control_of_a_notebook_page(path, chromium, tmp_path):
     """Each is moved to its end in turn; the page complains about none."""
     file = tmp_path / f"{path.stem}.html"
-    file.write_text(pages.notebook_page(path))
+    file.write_text(pages.notebook_page(pages.nbformat.read(path, 4), path.parent))
     page, heard, _ = open_offline(chromium, file)
     page.wait_for_timeout(1000)
     page.evaluate(SWEEP)

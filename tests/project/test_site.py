@@ -73,9 +73,9 @@ def notebook(tmp_path):
 def test_a_notebook_becomes_a_page(notebook, monkeypatch):
     path, made = notebook
     monkeypatch.setattr(pages.nbformat, "read", lambda *_, **__: made)
-    page = pages.notebook_page(path)
+    page = pages.notebook_page(nbformat.read(path, 4), path.parent)
     assert "<i>K/2</i>" in page and "<code>$x$</code>" in page
-    assert 'href="01_x.html#part"' in page and 'href="../files/README.md.html"' in page
+    assert 'href="../notebooks/01_x.html#part"' in page and 'href="../files/README.md.html"' in page
     assert '<img alt="A claim about K/2 &lt; 3."' in page and "<Figure>" not in page
     assert page.count("<script") == page.count("</script>") == 2  # the state and the host, none ended early
     assert '"index":3' in page and '<noscript><img alt="An explorer."' in page
