@@ -301,6 +301,6 @@ def _error(out_MD: Tensor, wanted: Tensor) -> float:
 QUICK = {"towers": check_towers, "answers": check_answers, "times": measure_times}
 ALL = QUICK | {
     "times": partial(measure_times, tower=Qwen2_5_VisionConfig()),
-    "compiled": partial(check_towers, compiled=True),
     "suite": run_suite,
+    "compiled": partial(check_towers, compiled=True),
 }
