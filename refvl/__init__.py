@@ -1,8 +1,8 @@
 """refvl: readable, runnable vision encoders of modern vision-language models, and the machinery around them.
 
     import refvl
-    model = refvl.load("data/checkpoints/tiny-qwen2_5_vl")
-    print(model.chat("What color is the circle?", images=["data/pictures/scene.png"]))
+    model = refvl.load("tiny-qwen2_5_vl")
+    print(model.chat("What color is the circle?", images=["scene.png"]))  # a shipped image, or a path
 
 `load` returns a `VLM`, whose `trace` method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an
 image to text are in folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
@@ -11,10 +11,10 @@ image to text are in folders that are imported on first use: `refvl.positions`, 
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["VLM", "Trace", "compare", "load"]
+__all__ = ["VLM", "Trace", "compare", "data", "load"]
 # __init__.pyi declares the names for type checkers and editors
 _HOME = {
-    "load": "refvl.loading", "VLM": "refvl.model",
+    "data": "refvl.paths", "load": "refvl.loading", "VLM": "refvl.model",
     "Trace": "refvl.study.report", "compare": "refvl.study.comparison",
 }  # fmt: skip
 _ROOMS = {

@@ -15,6 +15,7 @@ from refvl import tools as tools
 from refvl import viz as viz
 from refvl.loading import load as load
 from refvl.model import VLM as VLM
+from refvl.paths import data as data
 from refvl.serving import adapters as adapters
 from refvl.serving import export as export
 from refvl.serving import parallel as parallel

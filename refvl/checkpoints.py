@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import check_positive, printable, read_json
+from refvl.checks import check_positive, nearest, printable, read_json
 from refvl.paths import DATA
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
@@ -53,7 +53,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     if not os.path.exists(folder):  # also False for a path that is too long or contains a NUL byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             known = f"expected an existing folder, a hub id (owner/name) or a shipped model ({', '.join(names)})"
-            raise FileNotFoundError(f"path_or_id: {known}, got {printable(folder)}")
+            raise FileNotFoundError(f"path_or_id: {known}, got {printable(folder)}{nearest(str(path_or_id), names)}")
         folder = download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
@@ -75,7 +75,7 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
     except Exception as error:  # offline, a gated model or a misspelt id: raise one sentence with the cause
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"{name}: {repo_id!r} is not a local folder, and the hub replied: {reason}") from error
+        raise FileNotFoundError(f"{name}: {repo_id!r} is not a local folder; its download failed: {reason}") from error
 
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:

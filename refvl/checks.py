@@ -229,11 +229,15 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
     """Raise `error` for the first name that is not allowed, and suggest the most similar allowed name."""
     for name in given:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
             short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
-            hint = f"; did you mean {near[0]!r}?" if near else short
-            hint = f"; write {INSTEAD[name]}" if name in INSTEAD else hint
+            hint = f"; write {INSTEAD[name]}" if name in INSTEAD else nearest(name, allowed) or short
             raise error(f"{name}: {what} accepts no such argument{hint}")
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return the end of an error message, which suggests the most similar allowed name; empty if none is similar."""
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def printable(text: object) -> str:

@@ -19,6 +19,7 @@ from refvl.attention import choose_backend, is_ampere
 from refvl.checks import WORDED, blame, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
+from refvl.paths import data
 from refvl.serving.linear import align_rows, choose_linear, use_onednn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +64,8 @@ def load(
 ) -> VLM:
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
-    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
+    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl"; with random weights also
+    a config, or the name of a shipped one, such as "Qwen2.5-VL-7B-Instruct.json".
     device: "auto" uses CUDA if available; with torchrun, "auto" and "cuda" give each process its own GPU.
     dtype: a torch dtype or its name; "auto" is the checkpoint's own dtype on CUDA and float32 on a CPU. GPUs before
     Ampere (T4, V100) do not support bfloat16, so they use float16, with a warning.
@@ -95,6 +97,8 @@ def load(
     unknown family, malformed files or weights that do not fit.
     """
     _check_arguments(path_or_id, weights, text, graphs, compile, max_cache_len, model_kwargs)
+    if str(path_or_id).endswith(".json") and not os.path.isfile(str(path_or_id)):
+        path_or_id = data(str(path_or_id), kind="path_or_id")
     stored = weights == "checkpoint"
     assemble = VLM if media_cache is None else _with_cache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}

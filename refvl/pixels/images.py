@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageFile
 
+from refvl.paths import data
+
 _TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) -> the operation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
@@ -39,9 +41,9 @@ LIMITS = MediaLimits()
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """Return one image as a PIL image in RGB mode; its `.info["source"]` names the file it came from.
 
-    source: a path; a PIL image; an array or a tensor (H, W), (H, W, 1 | 3 | 4) or (1 | 3 | 4, H, W)
-    of uint8, uint16, integers in [0, 255], floats in [0, 1], or booleans (True is white). limits:
-    limits on reading from a file; arrays have no limit.
+    source: a path, or the name of a shipped image; a PIL image; an array or a tensor (H, W), (H, W,
+    1 | 3 | 4) or (1 | 3 | 4, H, W) of uint8, uint16, integers in [0, 255], floats in [0, 1], or
+    booleans (True is white). limits: limits on reading from a file; arrays have no limit.
 
     The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools.
     Transparent pixels are blended onto white, as transformers 5.23 does; 5.17 drops the alpha
@@ -60,14 +62,13 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """
     origin = ""
     if is_path := isinstance(source, (str, os.PathLike)):
+        # anything but a file is a shipped image's name, or refused: a URL, a folder, or a pipe, which would block
+        source = source if os.path.isfile(source) else data(source, kind="image")
         origin = os.fspath(source)
-        if not os.path.isfile(source):  # nothing, a URL, a folder, or a pipe, which would block
-            raise FileNotFoundError(f"image: no such file: {origin}")
     elif isinstance(source, Image.Image):
         origin = str(source.info.get("source") or getattr(source, "filename", ""))
     elif not isinstance(source, (np.ndarray, torch.Tensor)):
-        kinds = "a path, a PIL image, a numpy array or a torch tensor"
-        raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
+        raise TypeError(f"image: expected a path, a PIL image, an array or a tensor, got {type(source).__name__}")
     try:
         if not is_path and not isinstance(source, Image.Image):
             source = Image.fromarray(as_uint8(channels_last(source)))

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from refvl.checks import as_sequence, check_positive, check_positive_int, check_positive_ints
+from refvl.paths import data
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
@@ -122,16 +123,16 @@ def load_video(
 ) -> Video:
     """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each of a type that `load_image` accepts; an array or a
-    tensor, (T, H, W, 3) or (T, 3, H, W); a pair (frames, metadata), with keys as in `with_times`;
-    or a Video, which is returned unchanged. The sampling arguments are those of
-    `sample_frame_indices`. Frames in memory are treated as already sampled, at `fps` per second
-    (default 2), unless source_fps sets their recorded rate or num_frames sets the number to sample.
-    For a file, source_fps overrides its times. sample: a function that replaces the sampling rule
-    for a file; it maps (total_num_frames, source_fps) to increasing indices. video_start,
-    video_end: the seconds of a file between which frames are sampled, as if it had no others; their
-    times stay those of the file. limits: the limits on decoding. Memory grows with the frames that
-    are kept and not with the length of the video.
+    source: a path, or the name of a shipped video; a list of frames, each of a type that
+    `load_image` accepts; an array or a tensor, (T, H, W, 3) or (T, 3, H, W); a pair
+    (frames, metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
+    sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as already
+    sampled, at `fps` per second (default 2), unless source_fps sets their recorded rate or
+    num_frames sets the number to sample. For a file, source_fps overrides its times. sample: a function
+    that replaces the sampling rule for a file; it maps (total_num_frames, source_fps) to increasing
+    indices. video_start, video_end: the seconds of a file between which frames are sampled, as if
+    it had no others; their times stay those of the file. limits: the limits on decoding. Memory
+    grows with the frames that are kept and not with the length of the video.
 
     The times of a file are those of its packets. If they equal index / rate (within one tick of the
     file's clock), the header's rate is used. If the rate varies, the rule samples at the average
@@ -150,6 +151,8 @@ def load_video(
         source_fps = check_positive(source_fps, "source_fps")
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, os.PathLike)):
+        # anything but a file is a shipped video's name, or refused: a URL, a folder, or a pipe, which would block
+        source = source if os.path.isfile(source) else data(source, kind="video")
         part = partial(_sample_part, sample or rule, video_start, video_end)
         return _read_file(os.fspath(source), part, source_fps, limits)
     if (video_start, video_end) != (0, math.inf):
@@ -194,8 +197,6 @@ def _read_file(name: str, sample: Callable, source_fps: float | None, limits: Me
 
     source_fps: a rate that overrides the file's own times.
     """
-    if not os.path.isfile(name):  # nothing, a URL, a folder, or a pipe, which would block
-        raise FileNotFoundError(f"video: no such file: {name}")
     with _opened(name) as container:
         listing = _list_frames(container, name, limits)
     if source_fps is not None:

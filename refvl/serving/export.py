@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.manager import adapter_switches
-from refvl.paths import write_whole
+from refvl.paths import SHIPPED, write_whole
 from refvl.pixels.media import VIDEO_SUFFIXES, Video, is_video, load_image
 from refvl.serving.parallel import torchrun_ranks
 
@@ -84,7 +84,7 @@ def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]
     suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
     found = dict[str, Path]()
     for source in map(Path, [media] if isinstance(media, (str, Path)) else media):
-        files = {source.name: source}
+        files = {source.name: source if source.exists() else SHIPPED.get(str(source), source)}
         if source.is_dir():
             paths = [path for path in sorted(source.rglob("*")) if path.suffix.lower() in suffixes]
             files = {path.relative_to(source).as_posix(): path for path in paths}

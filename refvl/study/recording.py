@@ -77,7 +77,8 @@ def transformers_inputs(processor: Any, trace: Trace) -> Any:
 
 def _file_or(source: Any, medium: Any, options: dict) -> Any:
     is_plain = not options.keys() & {*FITTED, *PART}  # transformers has no such options of one item
-    return str(source) if is_plain and isinstance(source, (str, os.PathLike)) and os.path.isfile(source) else medium
+    opened = medium.source if isinstance(medium, Video) else medium.info.get("source")
+    return opened if is_plain and isinstance(source, (str, os.PathLike)) else medium
 
 
 def _frames(source: Any, options: dict, sample: Any) -> Any:

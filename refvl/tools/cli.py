@@ -30,8 +30,8 @@ Checkpoint = Annotated[
     str, typer.Argument(help="a checkpoint folder, a hub id (owner/name) or a shipped model (tiny-...)")
 ]
 Prompt = Annotated[str, typer.Argument(help="the question")]
-Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image file; may be repeated")]
-Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
+Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image: path or shipped name; repeatable")]
+Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video: path or shipped name; repeatable")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(min=0, max=1, help="share of video tokens to drop, below 1")]
 PrefillChunk = Annotated[int | None, typer.Option(min=1, help="number of prompt tokens to prefill at a time")]
@@ -206,7 +206,7 @@ def compare(
 
 @command()
 def info(
-    checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
+    checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file or name")],
     image: Images = None, video: Videos = None, min_pixels: Pixels = None, max_pixels: Pixels = None,
     fps: Annotated[float | None, typer.Option(help="frames per second to sample from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,

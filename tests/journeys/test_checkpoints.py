@@ -59,10 +59,9 @@ def test_a_shipped_model_is_found_by_its_name(name, tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_is_answered_with_those_that_are_shipped():
-    with pytest.raises(
-        FileNotFoundError, match=r"path_or_id: expected an existing folder, .* \(.*tiny-glm4v, .*\), got tiny-qwen"
-    ):
-        find_checkpoint("tiny-qwen")
+    known = r"path_or_id: expected an existing folder, .* \(.*tiny-glm4v, .*\)"
+    with pytest.raises(FileNotFoundError, match=rf"{known}, got tiny-qwen2\.5-vl; did you mean 'tiny-qwen2_5_vl'\?"):
+        find_checkpoint("tiny-qwen2.5-vl")
 
 
 NAMINGS = {  # prefixes in the first releases, and elsewhere

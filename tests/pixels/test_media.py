@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.video_utils import load_video as upstream_load_video
 
+import refvl
 from refvl.paths import DATA
 from refvl.pixels import media
 from refvl.pixels.media import MediaLimits, as_frames, load_image, load_video, sample_frame_indices
@@ -129,6 +130,17 @@ def test_only_files_are_opened(tmp_path, load, kind):
     (tmp_path / "text.jpg").write_text("neither an image nor a video")
     with pytest.raises(ValueError, match=rf"{kind}: .*text\.jpg cannot be read: "):
         load(str(tmp_path / "text.jpg"))
+
+
+def test_shipped_files_are_found_by_name(tmp_path, monkeypatch):
+    """From any folder, unless it has a file of that name. Oracle: the files of the repository."""
+    monkeypatch.chdir(tmp_path)
+    assert refvl.data("scene.mp4").read_bytes() == (DATA / "clips/scene.mp4").read_bytes()
+    assert load_image("scene.png").info["source"] == str(DATA / "pictures/scene.png")
+    with pytest.raises(FileNotFoundError, match=r"video: no such file: data/scen\.mp4; did you mean 'scene\.mp4'\?"):
+        load_video("data/scen.mp4")
+    Image.new("RGB", (3, 2)).save("scene.png")
+    assert load_image("scene.png").size == (3, 2)
 
 
 @pytest.mark.parametrize("top, wanted", [(200, 200), (255, 255), (256, 1), (51400, 200), (65535, 255)])
@@ -346,7 +358,7 @@ def test_frames_in_memory():
 
 
 def test_other_types_are_named():
-    with pytest.raises(TypeError, match="image: expected a path, a PIL image, a numpy array"):
+    with pytest.raises(TypeError, match="image: expected a path, a PIL image, an array"):
         load_image(3)
     with pytest.raises(TypeError, match="video: expected a path, a list of frames, an array or"):
         load_video(3)
