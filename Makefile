@@ -15,7 +15,7 @@ QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint quick cpu test test-rest test-all test-claims falsify test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint quick cpu test test-rest test-all test-notebooks test-claims falsify test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-rest: $(STAMP) ## the tests and notebooks that `make test` leaves out
 test-all: lint cpu ## style, types, all tests with their coverage, every notebook
 	$(BOTH) --cov --cov-report= $(TESTS)
 	$(MAKE) test-claims
+
+test-notebooks: $(STAMP) ## every notebook
+	$(PYTEST) --nbmake --nbmake-timeout=60 notebooks
 
 test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with values that break a claim (NB=12 runs one)
 	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'

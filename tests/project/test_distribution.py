@@ -21,6 +21,7 @@ pytestmark = pytest.mark.thorough
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("refvl", "tests", "benchmarks", "data", "docs", "notebooks")
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]).strip())"
 
 
@@ -45,11 +46,19 @@ def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "Makefile"):
-        shutil.copy(ROOT / name, source)
-    for name in ("refvl", "tests", "benchmarks", "data", "notebooks"):
+    for path in ROOT.glob("[!.]*"):
+        if path.is_file():
+            shutil.copy(path, source)
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
     return build("sdist", source, folder)
+
+
+def test_sdist_holds_the_tests(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kept = {f"tests/{path.relative_to(ROOT / 'tests')}" for path in (ROOT / "tests").rglob("*.py")}
+    assert kept | {"Makefile", "constraints.txt", "docs/use.md", "benchmarks/tower.py"} <= names
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +87,9 @@ def scripts(wheel) -> Path:
 
 def test_wheel_holds_the_package_and_the_course(wheel):
     """Every module of refvl, `py.typed`, the licence, and under refvl/course what git has in data/ and notebooks/."""
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    every = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/licenses/")[2] for name in every} - {""} == {"LICENSE", "data/README.md"}
+    names = {name for name in every if ".dist-info/" not in name}
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "refvl").rglob("*.py")}
     assert {name for name in names if name.endswith(".py") and not name.startswith("refvl/course/")} == modules
     assert "refvl/py.typed" in names and {name.split("/")[0] for name in names} == {"refvl"}
@@ -90,25 +101,10 @@ def test_wheel_holds_the_package_and_the_course(wheel):
     assert wheel.stat().st_size <= 25e6
 
 
-def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
-    """`refvl` works offline from an empty folder, with the installed files and models and not the clone's."""
-    listed = run([scripts / "python", "-m", "refvl", "--help"], tmp_path)
-    assert listed.returncode == 0 and "chat" in listed.stdout, listed.stderr
-    shown = run([scripts / "refvl", "demo", "--out", tmp_path / "figures"], tmp_path)
-    assert shown.returncode == 0 and "What color is the circle? red" in shown.stdout, shown.stderr
-    assert (tmp_path / "figures/overview.jpg").is_file()
-
-
-@pytest.mark.slow
-def test_installed_package_finds_every_shipped_model(scripts, tmp_path):
-    """`load` accepts each name offline, from an empty folder, and no file is the clone's."""
-    names = sorted(path.name for path in (ROOT / "data/checkpoints").glob("tiny-*"))
-    code = (
-        "import sys, refvl, refvl.paths as p; print(p.__file__, p.DATA)\n"
-        "for name in sys.argv[1:]: print(refvl.load(name).chat('Hi', max_new_tokens=1))"
-    )
-    loaded = run([scripts / "python", "-c", code, *names], tmp_path)
-    assert loaded.returncode == 0, loaded.stderr
-    places, *answers = loaded.stdout.splitlines()
-    assert all(Path(place).is_relative_to(scripts.parent) for place in places.split()), places
-    assert len(answers) == len(names) >= 6
+def test_snippets_run_after_an_installation(scripts, tmp_path):
+    """Those of README and docs, from empty folders; no file is the clone's."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    done = run([scripts / "python", ROOT / "tests/project/snippets.py", *pages], tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    *_, count, data = done.stdout.split()
+    assert int(count) > 30 and Path(data).is_relative_to(scripts.parent) and (scripts / "refvl").is_file()

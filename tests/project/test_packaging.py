@@ -21,7 +21,8 @@ REQUIREMENTS = [Requirement(line) for line in PROJECT["dependencies"]] + [
     Requirement(line) for extra, lines in EXTRAS.items() for line in lines
 ]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
-WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+WORKFLOWS = {path.stem: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
+JOBS = yaml.safe_load(WORKFLOWS["ci"])["jobs"]
 INSTALLED_EXTRAS = "notebooks,test"
 
 
@@ -43,23 +44,43 @@ def test_conda_environment_is_the_pip_environment():
     *conda, pip = ENVIRONMENT["dependencies"]
     assert ENVIRONMENT["name"] == PROJECT["name"]
     assert conda == ["python=3.11", "pip"]
-    assert SpecifierSet(PROJECT["requires-python"]).contains("3.11")
     assert pip["pip"] == [f"torch=={VERSIONS['torch']}", "-c constraints.txt", f"-e .[{INSTALLED_EXTRAS}]"]
 
 
 def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     """`.ci/run` in two parts, so that a newcomer's command is tried; GitHub, where Python differs, as a whole."""
-    block = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    assert re.findall(r"^make (\S+)", block, re.M) == ["demo", "test"]
+    assert re.findall(r"^make (\S+)", (ROOT / "README.md").read_text(), re.M) == ["demo", "test"]
     script = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.M)
-    (job,) = WORKFLOW["jobs"].values()
     assert script == ["demo", "test", "test-rest"]
-    runs = [run for step in job["steps"] if (run := step.get("run", "")).startswith("make ")]
-    assert runs == ["make demo", "make test-all", "make test-slow"]
+    runs = re.findall(r"- run: make (\S+)", WORKFLOWS["ci"])
+    assert runs == ["demo", "test-all", "test-slow", "test-notebooks"] and len(JOBS) == 2
+
+
+def test_workflows_pin_their_actions_and_begin_without_rights():
+    for text in WORKFLOWS.values():
+        actions = re.findall(r"uses: (.*)", text)
+        assert actions and [a for a in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", a)] == []
+        assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+
+
+def test_ci_tries_every_python_that_is_claimed():
+    claimed = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert claimed == JOBS["demo-and-test"]["strategy"]["matrix"]["python"]
+    assert all(SpecifierSet(PROJECT["requires-python"]).contains(version) for version in claimed)
+
+
+def test_the_citation_is_that_of_this_version():
+    """In CITATION.cff and in the README. Oracles: pyproject.toml, CHANGELOG.md."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version, released = refvl.__version__, str(citation["date-released"])
+    assert citation["version"] == version and f"## {version} - {released}" in (ROOT / "CHANGELOG.md").read_text()
+    assert [citation["url"], citation["repository-code"]] == [PROJECT["urls"][x] for x in ("Homepage", "Repository")]
+    fields = {"title": citation["title"], "year": released[:4], "version": version, "url": citation["repository-code"]}
+    bibtex = re.search(r"```bibtex\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert [value for name, value in fields.items() if f"{name} = {{{value}}}" not in bibtex] == []
 
 
 def test_one_source_of_the_version():
-    """Nothing but `refvl.__version__` says it, and CHANGELOG.md has an entry for it."""
+    """Nothing but `refvl.__version__` says it; the test of the citation compares CHANGELOG.md."""
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "refvl.__version__"}
-    assert re.search(rf"^## \[?{re.escape(refvl.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
