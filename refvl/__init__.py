@@ -2,10 +2,11 @@
 
     import refvl
     model = refvl.load("tiny-qwen2_5_vl")
-    print(model.chat("What color is the circle?", images=["scene.png"]))  # a shipped image, or a path
+    print(model.chat("What color is the circle?", images=["scene.png"]))
 
-`load` returns a `VLM`, whose `trace` method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an
-image to text are in folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
+"scene.png" is the name of a shipped image; any path works. `load` returns a `VLM`, whose `trace`
+method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an image to text are
+in folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib

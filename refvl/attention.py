@@ -121,15 +121,9 @@ def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
 
 
 def varlen_attention(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHK: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    backend: str,
-    groups: Sequence[Tensor] | None = None,
-) -> Tensor:
+    q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    *, backend: str, groups: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Compute non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
 
     q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0. max_seqlen: the length
@@ -212,13 +206,11 @@ def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tens
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
     same_MN = segment_M[:, None] == segment_N
     is_spoiled_N = ~((k_NHK.abs() < LARGEST_KEY) & v_NHK.isfinite()).flatten(1).all(1)
+    is_unused_N = is_padding_N | is_spoiled_N
     q, k, v = (
-        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]  # (1, H, M or N, K)
-        for x, is_empty in (
-            (q_MHK, is_padding_M),
-            (k_NHK, is_padding_N | is_spoiled_N),
-            (v_NHK, is_padding_N | is_spoiled_N),
-        )
+        # (1, H, M or N, K)
+        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]
+        for x, is_empty in ((q_MHK, is_padding_M), (k_NHK, is_unused_N), (v_NHK, is_unused_N))
     )
     out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=same_MN | is_padding_M[:, None])
     is_spoiled_M = (same_MN & is_spoiled_N).any(1) | ~q_MHK.isfinite().flatten(1).all(1)

@@ -42,10 +42,10 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
-    weights=False downloads only configs and the tokenizer. hub: arguments of `huggingface_hub.snapshot_download`
-    (`revision`, `cache_dir`, `token`, `local_files_only`). Raises FileNotFoundError for a path that does not exist or
-    has no config.json. Raises ValueError if a revision is given for a local folder, or if a JSON file does not contain
-    an object.
+    weights=False downloads only configs and the tokenizer. hub: arguments of
+    `huggingface_hub.snapshot_download` (`revision`, `cache_dir`, `token`, `local_files_only`).
+    Raises FileNotFoundError for a path that does not exist or has no config.json. Raises ValueError
+    if a revision is given for a local folder, or if a JSON file does not contain an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):

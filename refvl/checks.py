@@ -235,7 +235,10 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the end of an error message, which suggests the most similar allowed name; empty if none is similar."""
+    """Return the end of an error message, which suggests the most similar allowed name.
+
+    It is empty if no name is similar.
+    """
     near = difflib.get_close_matches(name, allowed, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -64,34 +64,40 @@ def load(
 ) -> VLM:
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
-    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl"; with random weights also
-    a config, or the name of a shipped one, such as "Qwen2.5-VL-7B-Instruct.json".
-    device: "auto" uses CUDA if available; with torchrun, "auto" and "cuda" give each process its own GPU.
-    dtype: a torch dtype or its name; "auto" is the checkpoint's own dtype on CUDA and float32 on a CPU. GPUs before
-    Ampere (T4, V100) do not support bfloat16, so they use float16, with a warning.
+    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl". With
+        random weights, also a config, or the name of a shipped config, such as
+        "Qwen2.5-VL-7B-Instruct.json".
+    device: "auto" uses CUDA if available; with torchrun, "auto" and "cuda" give each process its
+    own GPU.
+    dtype: a torch dtype or its name; "auto" is the checkpoint's own dtype on CUDA and float32 on a
+    CPU. GPUs before Ampere (T4, V100) do not support bfloat16, so they use float16, with a warning.
     attention: the backend of the vision tower (`refvl.attention`).
-    linear: the kernel for float32 linear layers on a CPU: "torch", "onednn", or "auto" for the faster one on this
-    machine (`refvl.serving.linear`).
-    weights: "checkpoint", or "random" to build the full-size model from a config alone (a folder, a JSON file, a dict).
-    On device "meta", no memory is needed.
-    text: False omits the language model. Then only the vision tower's weights are read or downloaded, and only
-    `encode` and `feature_map` can run (`refvl.serving.features`).
-    graphs: True captures the encoder in graphs at load time (CUDA graphs, or the trace backend on other devices); a
-    dict sets the options of `EncoderGraphManager`.
-    media_cache: a `MediaCache` (`refvl.serving.media_cache`), or the number of tokens whose embeddings are cached;
-    cached items are not encoded again.
-    compile: True generates answers with a cache of fixed size, for which transformers compiles the decode step on CUDA.
-        The first answer then takes longer, and later answers take less time. If the tower runs varlen attention, its
-        blocks are compiled at load time, with a progress bar. On other devices, only the size of the cache is fixed.
-    max_cache_len: the minimum size of that cache in tokens, for the prompt and the answer. None: the size that the
-    longest previous call needed; each longer call makes transformers compile again.
-    adapters: folders or hub ids of LoRA adapters to attach; their effects add up (`refvl.serving.adapters`). If a
-    folder contains both an adapter and weights, `adapters` is required; [] ignores the adapter.
+    linear: the kernel for float32 linear layers on a CPU: "torch", "onednn", or "auto" for the
+    faster one on this machine (`refvl.serving.linear`).
+    weights: "checkpoint", or "random" to build the full-size model from a config alone (a folder, a
+    JSON file, a dict). On device "meta", no memory is needed.
+    text: False omits the language model. Then only the vision tower's weights are read or
+    downloaded, and only `encode` and `feature_map` can run (`refvl.serving.features`).
+    graphs: True captures the encoder in graphs at load time (CUDA graphs, or the trace backend on
+    other devices); a dict sets the options of `EncoderGraphManager`.
+    media_cache: a `MediaCache` (`refvl.serving.media_cache`), or the number of tokens whose
+    embeddings are cached; cached items are not encoded again.
+    compile: True generates answers with a cache of fixed size, for which transformers compiles the
+        decode step on CUDA. The first answer then takes longer, and later answers take less time.
+        If the tower runs varlen attention, its blocks are compiled at load time, with a progress
+        bar. On other devices, only the size of the cache is fixed.
+    max_cache_len: the minimum size of that cache in tokens, for the prompt and the answer. None:
+    the size that the longest previous call needed; each longer call makes transformers compile
+    again.
+    adapters: folders or hub ids of LoRA adapters to attach; their effects add up
+    (`refvl.serving.adapters`). If a folder contains both an adapter and weights, `adapters` is
+    required; [] ignores the adapter.
     revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
-    model_kwargs: arguments of transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a
-        map, distributes its layers over devices, memory and disk (needs accelerate).
-        `distributed_config=DistributedConfig(tp_plan="auto")` of `transformers.distributed` splits every layer among
-        the processes of torchrun. The vision tower is not split; it stays on `device`.
+    model_kwargs: arguments of transformers' text model, for example `attn_implementation`.
+        `device_map="auto"`, or a map, distributes its layers over devices, memory and disk (needs
+        accelerate). `distributed_config=DistributedConfig(tp_plan="auto")` of
+        `transformers.distributed` splits every layer among the processes of torchrun. The vision
+        tower is not split; it stays on `device`.
 
     Raises FileNotFoundError if the checkpoint is missing, and TypeError for unknown arguments. Raises ValueError for an
     unknown family, malformed files or weights that do not fit.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from refvl.checks import nearest
 
-PACKAGE = Path(__file__).resolve().parent
-CLONE = PACKAGE.parent
-ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else PACKAGE / "course"  # setup.py writes this folder
+CLONE = Path(__file__).resolve().parents[1]
+# setup.py writes this folder
+ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else CLONE / "refvl/course"
 DATA = ROOT / "data"
 SHIPPED = {file.name: file for files in ("pictures/*", "clips/*.mp4", "configs/*.json") for file in DATA.glob(files)}
 REPOSITORY = "https://github.com/refvl/refvl"  # as in pyproject.toml
@@ -18,8 +18,9 @@ REPOSITORY = "https://github.com/refvl/refvl"  # as in pyproject.toml
 def data(name: str | os.PathLike, *, kind: str = "name") -> Path:
     """Return the path of a shipped image, video or config by its file name, such as "scene.png".
 
-    Such a name is also accepted where a path is; a file of that name comes first. kind: the caller's argument, for the
-    error. Raises FileNotFoundError with the most similar name.
+    Such a name is also accepted in place of a path; a file of that name comes first.
+
+    kind: the caller's argument, for the error. Raises FileNotFoundError with the most similar name.
     """
     if (name := os.fspath(name)) not in SHIPPED:
         raise FileNotFoundError(f"{kind}: no such file: {name}{nearest(os.path.basename(name), SHIPPED)}")

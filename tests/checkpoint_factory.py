@@ -97,9 +97,7 @@ GLM_SPECIAL_TOKENS = (
 )  # fmt: skip
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
 GLM_TEXT = {  # what the text models of each model_type have besides the common sizes
-    "glm4v": {},
-    "glm46v": {},
-    "glmga": {},
+    "glm4v": {}, "glm46v": {}, "glmga": {},
     "glm4v_moe": {
         "head_dim": 24, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -129,15 +127,10 @@ def glm_config(model_type: str) -> dict:
     }  # fmt: skip
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 80, "num_heads": 4, "out_hidden_size": 96}
     vision |= {} if model_type == "glm_ocr" else {"image_size": 84}
-    return {
-        "model_type": model_type,
-        "tie_word_embeddings": False,
-        "image_token_id": token("<|image|>"),
-        "video_token_id": token("<|video|>"),
-        **ends,
-        "text_config": text | GLM_TEXT[model_type],
-        "vision_config": vision,
-    }
+    return ends | {
+        "model_type": model_type, "tie_word_embeddings": False, "text_config": text | GLM_TEXT[model_type],
+        "image_token_id": token("<|image|>"), "video_token_id": token("<|video|>"), "vision_config": vision,
+    }  # fmt: skip
 
 
 def save_random_model(folder: Path, config: dict, seed: int) -> None:
@@ -158,8 +151,7 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
     name = "Glmga" if model_type == "glmga" else processor_class.removesuffix("Processor")
     picture, clip = {"shortest_edge": 2 * 84**2, "longest_edge": 2 * 112**2}, {"shortest_edge": 84**2}
     files = {
-        "config.json": config,
-        "generation_config.json": ends,
+        "config.json": config, "generation_config.json": ends,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>"},
         "preprocessor_config.json": {"image_processor_type": f"{name}ImageProcessor", "size": picture},
         "video_preprocessor_config.json": {
@@ -239,12 +231,8 @@ def step3_config() -> dict:
     crops of 1."""
     token = step3_tokenizer().token_to_id
     return {
-        "architectures": ["Step3VLForConditionalGeneration"],
-        "model_type": "step3_vl",
-        "tie_word_embeddings": False,
-        "image_token_id": token("<im_patch>"),
-        "understand_projector_stride": 2,
-        "projector_bias": False,
+        "architectures": ["Step3VLForConditionalGeneration"], "model_type": "step3_vl", "tie_word_embeddings": False,
+        "image_token_id": token("<im_patch>"), "understand_projector_stride": 2, "projector_bias": False,
         "hidden_size": 96,
         "text_config": {
             "model_type": "step3_text", "vocab_size": -(-step3_tokenizer().get_vocab_size() // 64) * 64,
@@ -285,8 +273,7 @@ def write_step3_files(folder: Path, config: dict) -> Path:
     (folder / "chat_template.jinja").write_text(STEP3_TEMPLATE)
     ends = {name: config["text_config"][name] for name in ("bos_token_id", "pad_token_id", "eos_token_id")}
     files = {
-        "config.json": config,
-        "generation_config.json": ends,
+        "config.json": config, "generation_config.json": ends,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_sentence|>",
             "eos_token": "<|EOT|>", "pad_token": "<|end_of_sentence|>",
@@ -344,9 +331,8 @@ def step_vision_model(folder: Path):
     weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     tower = {name.removeprefix("vision_model."): w for name, w in weights.items() if name.startswith("vision_model.")}
     config = Step3p7VisionConfig(**json.loads((folder / "config.json").read_text())["vision_config"])
-    return Step3p7VisionModel.from_pretrained(None, config=config, state_dict=tower).eval(), weights[
-        "vit_large_projector.weight"
-    ]
+    model = Step3p7VisionModel.from_pretrained(None, config=config, state_dict=tower)
+    return model.eval(), weights["vit_large_projector.weight"]
 
 
 FOLDED_MARKS = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
@@ -361,10 +347,8 @@ def folded_config(model_type: str, mode: str = "16x") -> dict:
     small SigLIP."""
     config, token = qwen3_config("qwen3_5"), folded_tokenizer().token_to_id
     text = config["text_config"] | {"vocab_size": -(-folded_tokenizer().get_vocab_size() // 64) * 64}
-    names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
-    marks = dict(zip(names, map(token, FOLDED_MARKS), strict=False)) | {
-        "newline_id": folded_tokenizer().encode("\n").ids[0]
-    }
+    names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
+    marks = dict(zip(names, [*map(token, FOLDED_MARKS[:4]), *folded_tokenizer().encode("\n").ids], strict=True))
     return {
         "model_type": model_type, "image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>"),
         "tie_word_embeddings": False, "insert_layer_id": 1, "downsample_mode": mode, "text_config": text,
@@ -390,8 +374,7 @@ def make_folded_checkpoint(folder: Path, model_type: str, *, mode: str = "16x", 
     extra = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"} | marks
     ends = {name: config["text_config"][name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files = {
-        "config.json": config,
-        "generation_config.json": ends,
+        "config.json": config, "generation_config.json": ends,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
             "extra_special_tokens": extra,

@@ -76,9 +76,9 @@ def transformers_inputs(processor: Any, trace: Trace) -> Any:
 
 
 def _file_or(source: Any, medium: Any, options: dict) -> Any:
-    is_plain = not options.keys() & {*FITTED, *PART}  # transformers has no such options of one item
     opened = medium.source if isinstance(medium, Video) else medium.info.get("source")
-    return opened if is_plain and isinstance(source, (str, os.PathLike)) else medium
+    # transformers has no options of one item
+    return opened if isinstance(source, (str, os.PathLike)) and not options.keys() & {*FITTED, *PART} else medium
 
 
 def _frames(source: Any, options: dict, sample: Any) -> Any:

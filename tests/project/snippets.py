@@ -22,7 +22,6 @@ from refvl.tools.cli import app
 
 SNIPPET = re.compile(r"^```(python|bash|jsonl)\n(.*?)^```|^- `((?:python|torchrun) [^`]* refvl [^`]*)`", re.S | re.M)
 NEEDS = {"--with transformers": "torchvision", "BitsAndBytesConfig": "bitsandbytes"}
-HERE = {"Qwen/Qwen2.5-VL-7B-Instruct": "tiny-qwen2_5_vl", '"cuda"': '"cpu"'}  # without the hub and a GPU
 
 
 def run_python(source: str) -> None:
@@ -55,8 +54,8 @@ def run(page: Path) -> int:
         lacking = [name for word, name in NEEDS.items() if word in body and importlib.util.find_spec(name) is None]
         if before.startswith("In a clone") or lacking:
             continue
-        for there, here in HERE.items():
-            body = body.replace(there, here)
+        # without the hub and a GPU
+        body = body.replace("Qwen/Qwen2.5-VL-7B-Instruct", "tiny-qwen2_5_vl").replace('"cuda"', '"cpu"')
         print(f"{page.name}: {body}", file=sys.stderr)
         match found[1]:
             case "jsonl":

@@ -21,13 +21,9 @@ BROKEN = [(path, values) for path, p in WANTED.items() for values in p.breaking(
 
 
 def named(value) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else value.stem
-        if isinstance(value, Path)
-        else ", ".join(f"{n}={v}" for n, v in value.items())
-    )
+    if isinstance(value, dict):
+        return ", ".join(f"{n}={v}" for n, v in value.items())
+    return value.stem if isinstance(value, Path) else value
 
 
 def run(path: Path, values: dict, out: Path) -> None:

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.thorough
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("refvl", "tests", "benchmarks", "data", "docs", "notebooks")
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]).strip())"
 
 
@@ -44,13 +43,8 @@ def build(kind: str, source: Path, into: Path) -> Path:
 def sdist(tmp_path_factory) -> Path:
     """Built from a copy, so that nothing is left in the clone."""
     folder = tmp_path_factory.mktemp("dist")
-    source = folder / "source"
-    source.mkdir()
-    for path in ROOT.glob("[!.]*"):
-        if path.is_file():
-            shutil.copy(path, source)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+    left_out = (".*", "__pycache__", "golden", "outputs", "site", "build", "dist", "*.egg-info")
+    source = shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*left_out))
     return build("sdist", source, folder)
 
 
