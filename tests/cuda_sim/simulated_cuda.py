@@ -262,9 +262,8 @@ class Machine:
                 return torch_varlen._varlen_attn._init_fn(*args, **kwargs)
         if function is ATEN.is_pinned.default:
             return False
-        if function is ATEN._foreach_copy_.default and len(on_device) < len(
-            inputs
-        ):  # tensors of two devices: one by one
+        # tensors of two devices are copied one by one
+        if function is ATEN._foreach_copy_.default and len(on_device) < len(inputs):
             for pair in zip(*args[:2], strict=True):
                 self.run(ATEN.copy_.default, (*pair, *args[2:]), kwargs)
             return None

@@ -66,7 +66,10 @@ def wheel(sdist) -> Path:
 
 @pytest.fixture(scope="module")
 def scripts(wheel) -> Path:
-    """The folder of `python` and `refvl` in a fresh environment that finds the dependencies and holds the wheel."""
+    """The folder of `python` and `refvl` in a fresh environment, which holds the wheel.
+
+    It finds the dependencies.
+    """
     venv = wheel.parent / "venv"
     made = run([sys.executable, "-m", "venv", "--without-pip", venv], wheel.parent)
     assert made.returncode == 0, made.stderr
@@ -88,9 +91,8 @@ def test_wheel_holds_the_package_and_the_course(wheel):
     assert {name for name in names if name.endswith(".py") and not name.startswith("refvl/course/")} == modules
     assert "refvl/py.typed" in names and {name.split("/")[0] for name in names} == {"refvl"}
     kept = [p for name in ("data", "notebooks") for p in (ROOT / name).rglob("*") if p.is_file()]
-    course = {
-        f"refvl/course/{p.relative_to(ROOT)}" for p in kept if not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}
-    }
+    left_out = {"__pycache__", ".ipynb_checkpoints"}
+    course = {f"refvl/course/{p.relative_to(ROOT)}" for p in kept if not left_out & {*p.parts}}
     assert {name for name in names if name.startswith("refvl/course/")} == course
     assert wheel.stat().st_size <= 25e6
 

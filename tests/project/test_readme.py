@@ -1,4 +1,7 @@
-"""README.md, CONTRIBUTING.md and docs/ tell the truth. Oracles: files, the Makefile, the help, signatures."""
+"""README.md, CONTRIBUTING.md and docs/ tell the truth; `snippets.py` runs what they show.
+
+Oracles: files, the Makefile, pyproject.toml.
+"""
 
 import json
 import re
