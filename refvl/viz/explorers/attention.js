@@ -128,7 +128,7 @@ export default explorer(view => {
         const windows = segments(block), seen = view.item < 0 ? [] : tower(block, view.item), most = Math.max(...seen);
         pen.save(); pen.translate(...spot(block));
         pen.fillStyle = view.colors.ink; pen.font = "12px sans-serif"; pen.textBaseline = "bottom"; pen.textAlign = "left";
-        pen.fillText(`block ${block}: ${windowed(block) ? "windows" : "whole image"}`, 0, -4, MAP());
+        pen.fillText(`block ${block}: ${windowed(block) ? "windows" : "full"}`, 0, -4, MAP());
         pen.drawImage(asked().photo, 0, 0, MAP(), MAP() * size()[1] / size()[0]);
         seen.forEach((part, patch) => dim(pen, `patch ${block} ${patch}`, ...corner(patch, c), c + 0.5, part, most));
         for (const [color, thickness] of [["#000", 4], ["#fff", 2]]) lines(color, thickness, line => windows.forEach((segment, patch) => {
