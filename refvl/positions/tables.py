@@ -48,10 +48,10 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
     for t, h, w in grids:
-        place_N2 = _place_on_table(h, w, m, align_corners).to(table.device, non_blocking=True)
-        sampled_1DN1 = F.grid_sample(
-            table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=align_corners
-        )
+        place = _place_on_table(h, w, m, align_corners)[None, :, None]
+        place = place.pin_memory() if table.is_cuda else place  # without it, the host would wait for large copies
+        place = place.to(table.device, non_blocking=True)
+        sampled_1DN1 = F.grid_sample(table_1DSS, place, mode=mode, padding_mode="border", align_corners=align_corners)
         pieces += [sampled_1DN1[0, :, :, 0].T.to(table.dtype)] * t
     return torch.cat(pieces)
 

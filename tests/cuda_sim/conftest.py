@@ -1,6 +1,7 @@
 """The simulated device as a fixture."""
 
 import pytest
+import torch
 from simulated_cuda import simulated_cuda
 
 
@@ -10,3 +11,13 @@ def machine(monkeypatch):
     with simulated_cuda() as machine:
         yield machine
         monkeypatch.undo()  # here: later it would bring functions of this machine back
+
+
+@pytest.fixture(autouse=True)
+def switches():
+    """refvl changes no switch of torch, at import or later. Oracle: the defaults in torch's documentation."""
+    yield
+    cudnn = torch.backends.cudnn
+    assert torch.get_float32_matmul_precision() == "highest" and torch.get_default_dtype() == torch.float32
+    assert (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic) == (True, False, False)
+    assert not torch.are_deterministic_algorithms_enabled()

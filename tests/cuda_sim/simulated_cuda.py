@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen as torch_varlen
+import torch._dynamo  # here: it compares signatures with those of torch, which a machine replaces
 import torch.nn.functional as F
 from simulated_kernels import KERNELS
 from torch import Tensor
@@ -65,6 +65,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.machine.refuse_in_capture("synchronize")
+        self.machine.finished.append(self)
 
 
 class CudaTensor(Tensor):
@@ -85,30 +86,10 @@ class CudaTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        machine = next(x.machine for x in _tensors((args, kwargs)) if isinstance(x, CudaTensor))
-        return machine.run(function, args, kwargs or {})
-
-    def __repr__(self):
-        return f"CudaTensor({self.numbers!r}, {self.device})"
+        raise CudaError(f"{function} on a device that is gone")
 
     def data_ptr(self):
         return self.numbers.data_ptr()
-
-    def numpy(self, *args, force: bool = False, **kwargs):
-        if force:
-            return self.detach().cpu().numpy()
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
-
-    __array__ = numpy
-
-    def __format__(self, spec):
-        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
-
-    def untyped_storage(self):
-        return self.numbers.untyped_storage()
-
-    def record_stream(self, stream):
-        pass
 
     def tolist(self):
         self.machine.wait("tolist")
@@ -125,9 +106,6 @@ class Generator(torch.Generator):
 class CUDAGraph:
     """Records (function, arguments, results); a replay computes the results again and writes them where they lay."""
 
-    def __init__(self):
-        self.calls: list[Call] | None = None
-
     def finish(self, capture: "Capture", machine: "Machine") -> None:
         """Nothing has run yet: outputs hold what fresh memory holds."""
         self.calls = capture.calls
@@ -137,8 +115,6 @@ class CUDAGraph:
             machine._spoil(x)
 
     def replay(self) -> None:
-        if self.calls is None:
-            raise CudaError("replay: this graph has not been captured")
         self.machine.counts["graph launches"] += 1
         with torch.inference_mode():
             for call in self.calls:
@@ -190,6 +166,7 @@ class Machine:
         self.dtypes: set[torch.dtype] = set()  # those that kernels read or write
         self.capture: Capture | None = None  # the one that is going on
         self.captures: list[Capture] = []
+        self.finished: list[Stream] = []  # those that the host has waited for
         self.sync_debug_mode = self.pools = 0
         self.of_thread, self.lock = threading.local(), threading.RLock()
         self.workspaces: dict[Stream, Workspace] = {}
@@ -234,8 +211,6 @@ class Machine:
         devices = {x.device for x in inputs if isinstance(x, CudaTensor) or x.ndim}
         if function in INDEXING:
             indices = [index for index in args[1] if index is not None]
-            if not isinstance(args[0], CudaTensor) and any(isinstance(index, CudaTensor) for index in indices):
-                raise CudaError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 if not (len(args) > 2 and args[2].numel() == 1):  # that is a masked_fill
                     return f"{function} with a mask"
@@ -257,11 +232,6 @@ class Machine:
         to_device = wanted is not None and torch.device(wanted).type == "cuda"
         if not on_device and not to_device:
             return function(*args, **kwargs)
-        if function is torch.ops.torch_attn._varlen_attn.default:  # an operation written in Python
-            with _Dispatch(self):
-                return torch_varlen._varlen_attn._init_fn(*args, **kwargs)
-        if function is ATEN.is_pinned.default:
-            return False
         # tensors of two devices are copied one by one
         if function is ATEN._foreach_copy_.default and len(on_device) < len(inputs):
             for pair in zip(*args[:2], strict=True):
@@ -371,9 +341,6 @@ class Machine:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None):
-        if stream is None:
-            yield
-            return
         before = self.current_stream(stream.device)
         with self.device(stream.device):
             self.set_stream(stream)
@@ -383,8 +350,7 @@ class Machine:
                 self.set_stream(before)
 
     def synchronize(self, device=None) -> None:
-        self.refuse_in_capture("synchronize")
-        self.counts["synchronize"] += 1
+        self.current_stream(device).synchronize()
 
     @contextlib.contextmanager
     def graph(self, graph: CUDAGraph, pool=None, stream=None, capture_error_mode: str = "global"):
@@ -549,11 +515,6 @@ class _Python(TorchFunctionMode):
             return pinned
         if function is torch.tensor:  # of scalars, in a list
             args = _mapped(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
-        if function is Tensor.new_tensor and isinstance(args[0], CudaTensor):
-            function, like, args = torch.tensor, args[0], args[1:]
-            kwargs = {"dtype": like.dtype, "device": like.device} | kwargs
-        if function is Tensor.is_pinned:
-            return is_pinned(args[0])
         if function in FUSED and isinstance(args[0], CudaTensor):
             return self.machine.run(*FUSED[function](*args, **kwargs))[0]
         if function is Tensor.cuda:

@@ -19,6 +19,7 @@ from towers import randomize
 from benchmarks.performance import traffic
 from refvl.encoders.tower import send_rows
 from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
+from refvl.positions.rotary import rotary_factors, rotary_matrices
 
 LAYOUTS = {"Step3-VL": (1, 2), "Step3-VL-10B": (1, 2), "MiniCPM-V 4.6": ((4, 8), (8, 4))} | dict.fromkeys(
     ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR"), (1, 8, 8)
@@ -71,7 +72,7 @@ def test_kernels_per_block(machine, family):
     with torch.inference_mode():
         encoder(send_rows([rows], encoder), layouts)
     assert max(found) <= KERNELS_PER_BLOCK[family]
-    assert torch.float64 not in machine.dtypes and "synchronize" not in machine.counts
+    assert torch.float64 not in machine.dtypes and not machine.finished
 
 
 def test_the_benchmark_counts_the_kernels_that_run(machine):
@@ -92,7 +93,7 @@ def test_a_first_picture_copies_its_rows_and_its_plan_and_waits_for_nothing(mach
         sent = count(machine, lambda: send_rows([rows], encoder))
         assert (sent["copies"], sent["bytes"], sent["staged"], sent["waits"]) == (1, rows.numel() * 2, 0, 0)
         planned = count(machine, lambda: encoder.plan(layouts))
-        assert (planned["copies"], planned["waits"]) == (COPIES_OF_A_PLAN[family], 0)
+        assert (planned["copies"], planned["staged"], planned["waits"]) == (COPIES_OF_A_PLAN[family], 0, 0)
         patches = encoder.item_size(encoder.check_layouts(layouts)[0])[0]
         assert planned["bytes"] <= 12 * patches + 512 or family in SQUARES  # integers; Step3's places are int64
         pixel_values, metadata = send_rows([rows], encoder), encoder.plan(layouts)
@@ -108,10 +109,23 @@ def test_of_a_picture_a_byte_a_value_travels_and_of_a_still_one_frame(machine, d
     config = PatchConfig(min_pixels=784)
     for levels, _ in (levels_of_image(Image.fromarray(image[0]), config), levels_of_frames(clip, config)):
         sent = count(machine, lambda levels=levels: send_rows([levels], encoder))
-        assert (sent["copies"], sent["kernels"], sent["waits"]) == (1, 3, 0)  # the copy, indices, one gather
+        assert (sent["copies"], sent["kernels"], sent["staged"], sent["waits"]) == (1, 3, 0, 0)  # indices, one gather
         assert sent["bytes"] == levels.values.numel() + 3 * 256 * dtype.itemsize
         assert torch.equal(send_rows([levels], encoder).cpu(), levels.normalize().to(dtype))
     assert sent["bytes"] - 3 * 256 * dtype.itemsize == 4 * 56 * 84 * 3  # of the clip, all frames
+    assert torch.int64 not in machine.dtypes  # indices of four bytes
+
+
+def test_rotary_factors_are_float32(machine):
+    """In bfloat16, the angles of a wide picture would be off by most of a radian. Oracle: float64."""
+    encoder = build("GLM-OCR").to("cuda", torch.bfloat16)
+    metadata = encoder.plan([(1, 2, 400)])
+    pairs = encoder.head_dim // 2
+    frequencies = 10000.0 ** -(torch.arange(0, pairs, 2).double() / pairs)
+    angles = (metadata.positions.cpu()[..., None] * frequencies).flatten(1)
+    matrices, _ = rotary_factors(*metadata.cos_sin())
+    error = (matrices.cpu() - rotary_matrices(angles.cos(), angles.sin())).abs().max()
+    assert matrices.dtype == torch.float32 and error < 400 * 4 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("family", KERNELS_AROUND_A_REPLAY)
@@ -121,8 +135,9 @@ def test_a_replay_copies_rows_and_plan_and_waits_for_nothing(machine, family):
     budgets = {"local": [3], "global": [4]} if family in SQUARES else [24, 80]
     manager = manager_of(encoder, budgets=budgets)
     manager.execute(send_rows([rows], encoder), layouts)
+    machine.finished.clear()
     again = count(machine, lambda: manager.execute(send_rows([rows], encoder), layouts))
     planned = 0 if family in SQUARES else COPIES_OF_A_PLAN[family]
-    assert (again["copies"], again["waits"], again["synchronize"]) == (1 + planned, 0, 0)
+    assert (again["copies"], again["waits"], machine.finished) == (1 + planned, 0, [])
     assert again["graph launches"] == (2 if family in SQUARES else 1)
     assert again["kernels"] - again["copies"] <= KERNELS_AROUND_A_REPLAY[family]

@@ -13,7 +13,7 @@ from simulated_cuda import simulated_cuda
 from refvl.graphs import CaptureError
 from refvl.graphs.cuda import CudaGraph
 
-FAMILY, LAYOUTS = "Qwen2.5-VL", [(1, 4, 4), (2, 4, 2), (1, 8, 10)]  # the last is too large for every graph
+FAMILY, LAYOUTS = "Qwen2.5-VL", [(1, 4, 4), (2, 4, 2), (1, 2, 160)]  # the last is too large for every graph
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,10 @@ def test_a_failure_leaves_streams_modes_and_graphs_as_they_were(machine, case, c
 
 
 def test_a_value_read_back_is_refused_before_the_driver_sees_it(machine):
-    x = torch.ones(2, device="cuda")
+    x, graph = torch.ones(2, device="cuda"), CudaGraph()
     with pytest.raises(CaptureError, match="__bool__ reads a value back"):
-        CudaGraph().capture(lambda: -x if x.sum() < 0 else x)
+        graph.capture(lambda: -x if x.sum() < 0 else x)
+    assert torch.cuda.current_stream().waited_for == [graph.stream]  # which may still read x
     with pytest.raises(CaptureError, match="copy from the host"):
         CudaGraph().capture(lambda: x + torch.tensor([1.0, 2.0], device="cuda"))
     assert machine.captures == [] and torch.cuda.get_sync_debug_mode() == 0
@@ -105,9 +106,26 @@ def test_a_graph_keeps_its_workspaces_when_others_clear_theirs(machine, case):
     assert near(manager.execute(rows, layouts), wanted)
 
 
+def test_memory_is_that_of_the_buffers_and_of_the_manager_s_pool(machine, case, monkeypatch):
+    """Oracle: the segments that the allocator lists, two of this pool and one of another."""
+    manager, rows, layouts, _ = on_device(case)
+    manager.execute(rows, layouts)
+    segments = [{"segment_pool_id": pool, "total_size": 1 << 20} for pool in (manager._pool, (0, 0), manager._pool)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    buffers = sum(x.nbytes for captured in manager.captured.values() for x in captured.buffers.values())
+    assert manager.memory_bytes() == buffers + (2 << 20)
+
+
 def test_graphs_on_the_second_device(case):
-    """Warm-up, capture and replay happen where the encoder is, whatever device is current."""
-    with simulated_cuda(devices=2):
+    """Warm-up, capture and replays happen where the encoder is, whatever device is current, each after the last."""
+    with simulated_cuda(devices=2) as machine:
         manager = manager_of(build(FAMILY).to("cuda:1", torch.bfloat16))
-        outputs = manager.execute(case[1].rows.to("cuda:1"), case[1].layouts)
-        assert near(outputs, case[1].wanted)
+        rows = case[1].rows.to("cuda:1")
+        streams = [torch.cuda.Stream("cuda:1") for _ in range(2)]
+        for stream in streams:
+            with torch.cuda.stream(stream), torch.cuda.device("cuda:0"):
+                assert near(manager.execute(rows, case[1].layouts), case[1].wanted)
+        first, second = (stream.waited_for for stream in streams)
+        [captured] = {capture.stream for capture in machine.captures}
+        assert captured.device == rows.device and captured.waited_for == [streams[0]] * len(machine.captures)
+        assert first[-1] is captured and second == [streams[0]]

@@ -14,7 +14,9 @@ from refvl.attention import available_backends, cumulative_lengths, varlen_atten
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
 from refvl.paths import DATA
+from refvl.serving.media_cache import Embeddings, copied
 from refvl.serving.parallel import run_dp_sharded_mrope_vision_model
+from refvl.trace import synchronized_time
 
 
 class Nccl:
@@ -86,6 +88,15 @@ def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
         vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, progress=False)
         for half in (vlm.encoder, vlm.language_model):
             assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
+
+
+def test_timers_and_copies_for_other_threads_wait_for_the_device_of_the_tensors():
+    """Another device is the current one."""
+    with simulated_cuda(devices=2) as machine:
+        rows = torch.ones(2, 4, device="cuda:1")
+        copied([Embeddings(rows, 0.0)])
+        synchronized_time(rows.device)
+        assert machine.finished == [torch.cuda.default_stream("cuda:1")] * 2
 
 
 def test_no_segments_are_no_work(machine):
