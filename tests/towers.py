@@ -1,8 +1,11 @@
 """Tiny towers with random weights, and transformers' towers with the same weights: for tests."""
 
+import json
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +30,14 @@ CLASSES: dict[str, type[GridEncoder]] = {
 
 # of the classes of transformers, "VisionConfig" and "VisionModel" aside
 NAMES = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm_ocr": "GlmOcr", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+
+
+def golden(name: str) -> tuple[dict, dict[str, Tensor]]:
+    """(values, arrays) of the files `name` in tests/golden: arrays stored as float16 are exact, and float32 here."""
+    path = Path(__file__).parent / "golden" / name
+    arrays = {key: torch.from_numpy(array) for key, array in np.load(path.with_suffix(".npz")).items()}
+    arrays = {key: x.float() if x.is_floating_point() else x for key, x in arrays.items()}
+    return json.loads(path.with_suffix(".json").read_text()), arrays
 
 
 def randomize(module: nn.Module, std: float, seed: int = 0) -> nn.Module:

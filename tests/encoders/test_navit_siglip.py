@@ -1,34 +1,26 @@
 """The SigLIP tower for slices of any shape: equal to transformers' towers on the same weights, and to vLLM's."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from platform import machine
 
-import numpy as np
 import pytest
 import torch
 from closeness import assert_agree, assert_differ
-from towers import randomize
+from towers import golden, randomize
 
 from refvl.encoders import NaVitSiglip, NaVitSiglipConfig, navit_siglip
 from refvl.encoders.navit_siglip import place_in_table
 
-FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())["idefics"]
-ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+GOLDEN, ARRAYS = golden("minicpmv_modules")
+GOLDEN = GOLDEN["idefics"]
 TINY = NaVitSiglipConfig.tiny()  # a table of 7 x 7 places
 SIZES = [(4, 5), (7, 7), (13, 2), (1, 1), (4, 5)]
 
 
-def array(name):
-    return torch.from_numpy(ARRAYS[name].astype(np.float32))
-
-
 def golden_tower(**kwargs):
     tower = NaVitSiglip.from_config(GOLDEN["config"], **kwargs)
-    names = [name for name in ARRAYS.files if name.startswith("idefics/sd/")]
-    tower.load_weights((name.removeprefix("idefics/sd/"), array(name)) for name in names)
+    prefix = "idefics/sd/"
+    tower.load_weights((name.removeprefix(prefix), x) for name, x in ARRAYS.items() if name.startswith(prefix))
     return tower.eval()
 
 
@@ -74,9 +66,9 @@ def test_golden(name, monkeypatch):
     vLLM divides exactly, `r / h`; the released code multiplies by a rounded 1 / h (docs/differences.md)."""
     monkeypatch.setattr(navit_siglip, "place_in_table", exact_places)
     [case] = [case for case in GOLDEN["cases"] if case["name"] == name]
-    sizes, x = case["tgt_sizes"], array(f"idefics/{name}/x")
+    sizes, x = case["tgt_sizes"], ARRAYS[f"idefics/{name}/x"]
     seen = None if case["tgt_sizes_passed"] else [(1, h * w) for h, w in sizes]
-    tower, want = golden_tower(), array(f"idefics/{name}/y")
+    tower, want = golden_tower(), ARRAYS[f"idefics/{name}/y"]
     got = tower(x, torch.tensor(sizes), seen)
     assert got.shape == want.shape
     for b, (h, w) in enumerate(sizes):
@@ -86,7 +78,7 @@ def test_golden(name, monkeypatch):
 
 
 def golden_ids(name):
-    return torch.from_numpy(ARRAYS[f"idefics/{name}/position_ids"])
+    return ARRAYS[f"idefics/{name}/position_ids"]
 
 
 @torch.no_grad()

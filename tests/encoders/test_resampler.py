@@ -1,32 +1,22 @@
 """The resamplers: equal to vLLM's, and to one slow formula that pads, masks and loops."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from closeness import assert_agree
-from towers import randomize
+from towers import golden, randomize
 
 from refvl.encoders import Resampler2, Resampler2_5, Resampler4_5
 from refvl.encoders.resampler import attention_weights
 from refvl.positions import sincos_1d, sincos_2d
 
-FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())
-ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
-
-
-def array(name):
-    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+GOLDEN, ARRAYS = golden("minicpmv_modules")
 
 
 def golden_resampler(cls, key):
     upstream_only = ("adaptive", "do_post_projection")  # False and True, the only values that a release has
     resampler = cls.from_config({k: v for k, v in GOLDEN[key]["kwargs"].items() if k not in upstream_only}).eval()
     prefix = f"{key}/sd/"
-    resampler.load_weights((n.removeprefix(prefix), array(n)) for n in ARRAYS.files if n.startswith(prefix))
+    resampler.load_weights((n.removeprefix(prefix), x) for n, x in ARRAYS.items() if n.startswith(prefix))
     return resampler
 
 
@@ -67,18 +57,18 @@ def slow(resampler, x, sizes, groups):
 def test_resampler_2_golden(case):
     """Oracle: vLLM 0.33.0 `Resampler2`."""
     resampler = golden_resampler(Resampler2, "r2")
-    want = array(f"r2/{case['name']}/y")
-    assert_agree(resampler(array(f"r2/{case['name']}/x"), case["tgt_size"]), want, resampler)
+    want = ARRAYS[f"r2/{case['name']}/y"]
+    assert_agree(resampler(ARRAYS[f"r2/{case['name']}/x"], case["tgt_size"]), want, resampler)
 
 
 def test_the_positions_in_checkpoints_are_the_formula():
     """Oracle: vLLM's `pos_embed`; so loading leaves the name out, and any other unknown name is an error."""
     resampler = golden_resampler(Resampler2, "r2")
-    assert_agree(resampler.plan([(4, 4)]).query_positions, array("r2/pos_embed"), 4)
+    assert_agree(resampler.plan([(4, 4)]).query_positions, ARRAYS["r2/pos_embed"], 4)
     weights = {f"resampler.{name}": x for name, x in resampler.state_dict().items()}
-    assert "query" in resampler.load_weights([*weights.items(), ("resampler.pos_embed", array("r2/pos_embed"))])
+    assert "query" in resampler.load_weights([*weights.items(), ("resampler.pos_embed", ARRAYS["r2/pos_embed"])])
     with pytest.raises(ValueError, match="unexpected.*resampler.position"):
-        resampler.load_weights([*weights.items(), ("resampler.position", array("r2/pos_embed"))])
+        resampler.load_weights([*weights.items(), ("resampler.position", ARRAYS["r2/pos_embed"])])
 
 
 # --- 2.5, 2.6, 4.0 ----------------------------------------------------------------------------------------------------
@@ -89,8 +79,8 @@ def test_resampler_2_5_golden():
     """Oracle: vLLM 0.33.0 `Resampler2_5`, its cases in order on one module, whose table grows between them."""
     resampler = golden_resampler(Resampler2_5, "r25")
     for case in GOLDEN["r25"]["cases"]:
-        got = resampler(array(f"r25/{case['name']}/x"), torch.tensor(case["tgt_sizes"]))
-        assert_agree(got, array(f"r25/{case['name']}/y"), resampler)
+        got = resampler(ARRAYS[f"r25/{case['name']}/x"], torch.tensor(case["tgt_sizes"]))
+        assert_agree(got, ARRAYS[f"r25/{case['name']}/y"], resampler)
         resampler(torch.zeros(1, 110, 48), [(10, 11)])
 
 
@@ -114,9 +104,9 @@ def test_resampler_4_5_golden(case):
     """Oracle: `Resampler4_5` of the seed page, which vLLM 0.33.0 equals wherever it runs."""
     ids = torch.tensor(case["temporal_ids"]) if case["temporal_ids_is_tensor"] else case["temporal_ids"]
     resampler = golden_resampler(Resampler4_5, "r45")
-    got = resampler(array(f"r45/{case['name']}/x"), case["tgt_sizes"], ids)
+    got = resampler(ARRAYS[f"r45/{case['name']}/x"], case["tgt_sizes"], ids)
     assert list(got.shape) == case["out_shape"]
-    assert_agree(got, array(f"r45/{case['name']}/y"), resampler)
+    assert_agree(got, ARRAYS[f"r45/{case['name']}/y"], resampler)
 
 
 @torch.no_grad()

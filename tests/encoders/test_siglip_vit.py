@@ -1,27 +1,18 @@
 """The tower of MiniCPM-V 2.0: equal to timm's."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from closeness import assert_agree
+from towers import golden
 
 from refvl.encoders import SiglipViT, SiglipViTConfig
 
-FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = json.loads((FOLDER / "siglip_vit.json").read_text())
-ARRAYS = np.load(FOLDER / "siglip_vit.npz")
-
-
-def array(name):
-    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+GOLDEN, ARRAYS = golden("siglip_vit")
 
 
 def tower(**kwargs):
     vit = SiglipViT.from_config(GOLDEN["config"], **kwargs)
-    vit.load_weights((name.removeprefix("sd/"), array(name)) for name in ARRAYS.files if name.startswith("sd/"))
+    vit.load_weights((name.removeprefix("sd/"), x) for name, x in ARRAYS.items() if name.startswith("sd/"))
     return vit.eval()
 
 
@@ -30,8 +21,8 @@ def tower(**kwargs):
 @torch.no_grad()
 def test_golden(case, drop):
     """Oracle: timm 1.0.31 `forward_features`: the table's own size, another grid, and sides that need padding."""
-    want = array(f"{case['name']}/y_drop_last" if drop else f"{case['name']}/y")
-    got = tower(drop_last_layer=drop)(array(f"{case['name']}/x"))
+    want = ARRAYS[f"{case['name']}/y_drop_last" if drop else f"{case['name']}/y"]
+    got = tower(drop_last_layer=drop)(ARRAYS[f"{case['name']}/x"])
     assert got.shape == (1, case["tokens"], 48)
     assert_agree(got, want, tower())
 

@@ -3,33 +3,24 @@
 What every encoder keeps is in `contracts/test_encoders.py`.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from closeness import assert_agree
+from towers import golden
 from transformers import PretrainedConfig
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.encoders.step3_vl import resize_class_and_positions
 from refvl.pixels.crops import CropLayout, square_patch_rows
 
-FOLDER = Path(__file__).parents[1] / "golden"
-GOLDEN = json.loads((FOLDER / "step3_vl.json").read_text())
-ARRAYS = np.load(FOLDER / "step3_vl.npz")
+GOLDEN, ARRAYS = golden("step3_vl")
 EXTRA = {name: GOLDEN[name] for name in ("understand_projector_stride", "hidden_size", "projector_bias")}
 TINY = Step3VisionConfig.tiny()  # the golden sizes
 
 
-def golden(name):
-    """Arrays are stored as float16, but exact."""
-    return torch.from_numpy(ARRAYS[name].astype(np.float32))
-
-
-WEIGHTS = {name.removeprefix("sd/"): golden(name) for name in ARRAYS if name.startswith("sd/")}
+WEIGHTS = {name.removeprefix("sd/"): x for name, x in ARRAYS.items() if name.startswith("sd/")}
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +38,19 @@ def encoder():
 def test_squares_equal_golden(encoder):
     """Oracle: vLLM 0.33.0, tower to projector; overviews of 84 pixels and crops of 56."""
     for squares, want in (("pixel_values", "image_features"), ("patch_pixel_values", "patch_features")):
-        got = encoder(golden(squares))
-        assert_agree(got, golden(want), encoder)
-        assert golden(want).abs().mean() > 1
-    flat = encoder(golden("pixel_values")).flatten(0, 1)
-    assert_agree(flat, golden("batched_encoder_forward"), encoder)
+        got = encoder(ARRAYS[squares])
+        assert_agree(got, ARRAYS[want], encoder)
+        assert ARRAYS[want].abs().mean() > 1
+    flat = encoder(ARRAYS["pixel_values"]).flatten(0, 1)
+    assert_agree(flat, ARRAYS["batched_encoder_forward"], encoder)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: c["name"])
 @torch.no_grad()
 def test_pictures_with_crops_equal_golden(case, encoder):
     """Oracle: vLLM 0.33.0 `_process_image_input`: crops of a picture first, overview last."""
-    overviews = square_patch_rows(golden("pixel_values"), 14).split(36)
-    crops = iter(square_patch_rows(golden("patch_pixel_values"), 14).split(16))
+    overviews = square_patch_rows(ARRAYS["pixel_values"], 14).split(36)
+    crops = iter(square_patch_rows(ARRAYS["patch_pixel_values"], 14).split(16))
     rows = [
         [*(next(crops) for _ in range(n)), overview] for n, overview in zip(case["num_patches"], overviews, strict=True)
     ]
@@ -67,14 +58,14 @@ def test_pictures_with_crops_equal_golden(case, encoder):
     got = encoder(torch.cat([row for picture in rows for row in picture]), layouts)
     assert [encoder.item_size(layout)[1] for layout in layouts] == case["lens"]
     for i, embeds in enumerate(got.split(case["lens"])):
-        assert_agree(embeds, golden(f"{case['name']}/out{i}"), encoder)
+        assert_agree(embeds, ARRAYS[f"{case['name']}/out{i}"], encoder)
 
 
 @pytest.mark.parametrize("positions", [36, 16, 64, 25])
 def test_position_tables_equal_golden(positions):
     """Oracle: vLLM 0.33.0 `get_abs_pos`: smaller, larger and the same."""
-    got = resize_class_and_positions(golden("abs_pos/in")[0], int(positions**0.5))
-    want = golden(f"abs_pos/out{positions}")[0]
+    got = resize_class_and_positions(ARRAYS["abs_pos/in"][0], int(positions**0.5))
+    want = ARRAYS[f"abs_pos/out{positions}"][0]
     # places as large as the table's side of 6 are rounded, and the 16 weights change by up to 8 per place
     assert_agree(got, want, 2, scale=8 * 6 * float(want.abs().max()))
 
