@@ -11,11 +11,15 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 BOTH   := $(PYTEST) --nbmake --nbmake-timeout=60 tests notebooks
 QUANTISED := tests/contracts/test_capabilities.py tests/journeys/test_quantized.py
+# The oldest releases that pyproject.toml allows, as "torch==2.11.*"
+OLDEST := $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+),.*/"\1==\2.*"/p' pyproject.toml)
+ANSWERS := import torch; from refvl.tools.gpu_checks import check_answers as check; \
+  assert all(row["passed"] for row in check(torch.device("cpu")))
 # Only the imported modules are compiled, on their first import; without bytecode, every process would compile them again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint quick cpu test test-rest test-all test-notebooks test-claims falsify test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint quick cpu test test-rest test-all test-notebooks test-claims falsify test-quantised test-slow test-portable test-browser test-cuda-sim test-shapes test-rented test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +99,20 @@ test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs
 	.venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e '.[test]'
 	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
 
+test-rented: .venv-rented/.installed ## what a rented GPU machine runs, on a simulated GPU: the oldest torch and transformers, few packages
+	.venv-rented/bin/python -m refvl --help > /dev/null
+	OMP_NUM_THREADS=1 .venv-rented/bin/python -c '$(ANSWERS)'
+	OMP_NUM_THREADS=1 .venv-rented/bin/python -m pytest -q -m "gpu and not allocator" --simulated-cuda
+	OMP_NUM_THREADS=1 .venv-rented/bin/python -m pytest -q tests/cuda_sim/test_check_gpu.py
+
+# Neither PyAV, nor Jupyter's packages, PEFT, accelerate and pytest-cov
+.venv-rented/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-rented
+	grep -vE '^(torch|transformers|huggingface_hub|setuptools)==' constraints.txt > .venv-rented/constraints.txt
+	.venv-rented/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-rented/constraints.txt $(OLDEST) \
+	  numpy pillow safetensors tqdm rich typer matplotlib pytest pytest-xdist hypothesis
+	@touch $@
+
 test-vllm: .venv-vllm/.installed ## the small models of Qwen and GLM in a running vLLM, request by request (N=40 asks more)
 	.venv-vllm/bin/python -m benchmarks.vllm_serving -n $(or $(N),5)
 
@@ -113,7 +131,7 @@ train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
-	rm -rf $(VENV) .venv-quantised outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) .venv-quantised .venv-rented outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 # First a new pip, if available, because older ones take twice as long. Then torch alone by its pin, so that nothing else
 # determines its build

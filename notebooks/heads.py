@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell
-
 ROOT = Path(__file__).resolve().parents[1]
 # from pixels to an answer, and the five families; the rest is elective
 ROUTE = ("00", "01", "02", "03", "04", "05", "17")
@@ -62,6 +59,8 @@ def line(path: Path) -> str:
 
 def write_head(notebook: Any, path: Path) -> None:
     """Put the head of the notebook at `path` into `notebook`, replacing an old one, and number its code cells."""
+    from nbformat.v4 import new_code_cell, new_markdown_cell
+
     links = new_markdown_cell(line(path), id="head-links", metadata={"tags": [HEAD]})
     hidden = {"tags": [HEAD, "remove-cell"], "jupyter": {"source_hidden": True}}
     install = new_code_cell(INSTALL.format(repository()), id="head-install", metadata=hidden)
@@ -75,6 +74,8 @@ def write_head(notebook: Any, path: Path) -> None:
 
 def main() -> None:
     """Write the head of every notebook."""
+    import nbformat
+
     for path in chapters():
         notebook = nbformat.read(path, as_version=4)
         write_head(notebook, path)

@@ -3,7 +3,6 @@
 import struct
 from pathlib import Path
 
-import av
 import numpy as np
 
 UNITY = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
@@ -19,13 +18,14 @@ def with_matrix(data: bytes, a: float, b: float, c: float, d: float) -> bytes:
 
 def shown_by_ffmpeg(path: Path) -> np.ndarray:
     """(T, H, W, 3): all frames through the filters that the program `ffmpeg` chooses for the matrix ("autorotate")."""
+    import av
+
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        return np.stack([_filtered(frame, stream) for frame in container.decode(stream)])
+        return np.stack([_filtered(frame, stream, av.filter.Graph()) for frame in container.decode(stream)])
 
 
-def _filtered(frame: av.VideoFrame, stream) -> np.ndarray:
-    graph = av.filter.Graph()
+def _filtered(frame, stream, graph) -> np.ndarray:
     nodes = [graph.add_buffer(template=stream)]
     nodes += [graph.add(name, arguments) for name, arguments in _filters(frame)]
     nodes.append(graph.add("buffersink"))
@@ -34,7 +34,7 @@ def _filtered(frame: av.VideoFrame, stream) -> np.ndarray:
     return graph.pull().to_ndarray(format="rgb24")
 
 
-def _filters(frame: av.VideoFrame) -> list[tuple[str, str]]:
+def _filters(frame) -> list[tuple[str, str]]:
     """As `configure_input_video_filter` of ffmpeg chooses; the angle is libavutil's."""
     if "DISPLAYMATRIX" not in frame.side_data:
         return []

@@ -11,6 +11,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("anywidget")
+
 from explorers_in import OUT
 
 from refvl.paths import DATA

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from random_models import HAS_5_23, NEWER, RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model
@@ -94,7 +93,7 @@ def embeds(name):
 
 def lora(name):
     """An adapter beside the weights answers as it does merged into them, and not as the plain model."""
-    vlm = load(name)
+    peft, vlm = pytest.importorskip("peft"), load(name)
     layers = adapters.layers(vlm, "tower", "language_model")
     attached = adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False))
     beside = vlm.trace(**QUESTION).token_ids
@@ -125,7 +124,7 @@ ASKED: dict[str, Callable] = {  # how each is asked for, in a call that must not
     "pruning": lambda vlm: vlm.chat("", images=["none.png"], pruning_rate=0.5),
     "graphs": lambda vlm: refvl.load(vlm.config.to_dict(), weights="random", graphs=True),
     "embeds": lambda vlm: vlm.generate(torch.tensor([[5, 6]]), image_embeds=[], image_grid_thw=[]),
-    "adapters": lambda vlm: adapters.attach(vlm, peft.LoraConfig()),
+    "adapters": lambda vlm: adapters.attach(vlm, pytest.importorskip("peft").LoraConfig()),
     "quantised": lambda vlm: load(RANDOM[0], quantization_config={"quant_method": "torchao"}),
 }
 FAMILY_OF = dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))

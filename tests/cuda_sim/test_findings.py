@@ -82,6 +82,7 @@ def test_every_rank_uses_its_own_gpu(monkeypatch, layouts):
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
     """A2; and B4: text weights go straight there, without a whole model on the host."""
+    pytest.importorskip("accelerate")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(CausalTextModel, "to", lambda *args: pytest.fail("moved after it was loaded"))
     with simulated_cuda(devices=2):

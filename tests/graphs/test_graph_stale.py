@@ -8,7 +8,6 @@ from torch import Tensor
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.manager import CapturedBudget
-from refvl.viz.explorers.stale import replay_stale
 from tests.closeness import assert_agree, assert_differ
 
 BEFORE, NOW = (1, 6, 8), (1, 6, 6)  # grids in patches
@@ -27,6 +26,8 @@ def towers() -> tuple[Qwen2_5_VisionTransformer, CapturedBudget, dict[tuple, Ten
 
 @pytest.fixture(scope="module")
 def replays(towers):
+    from refvl.viz.explorers.stale import replay_stale  # here: it needs anywidget
+
     tower, captured, rows = towers
     return replay_stale(captured, (rows[BEFORE], tower.plan([BEFORE])), (rows[NOW], tower.plan([NOW])))
 

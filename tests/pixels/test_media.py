@@ -19,8 +19,6 @@ from refvl.paths import DATA
 from refvl.pixels import media
 from refvl.pixels.media import MediaLimits, as_frames, load_image, load_video, sample_frame_indices
 
-av = pytest.importorskip("av")
-
 PHOTO = DATA / "pictures" / "astronaut.jpg"
 GRADIENT = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)  # no symmetry at all
 
@@ -211,6 +209,7 @@ def test_examples_by_hand():
 def write_clip(path, frames, fps=10, codec="libx264", times=None, **options):
     """Encode (T, H, W, 3) frames; H and W even. times: when each is shown, in milliseconds."""
     quality = {"crf": "10"} if codec.startswith("lib") else {"q:v": "2"}
+    av = pytest.importorskip("av")
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=fps, options=quality)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
@@ -409,6 +408,7 @@ def test_frames_are_counted_before_they_are_kept(tmp_path):
 
 def test_files_without_pictures(tmp_path):
     """Sound alone, and a stream that was announced and never written."""
+    av = pytest.importorskip("av")
     with av.open(str(tmp_path / "sound.wav"), "w") as container:
         container.add_stream("pcm_s16le", rate=8000)
         container.start_encoding()

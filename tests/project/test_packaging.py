@@ -53,7 +53,7 @@ def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     script = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.M)
     assert script == ["demo", "test", "test-rest"]
     runs = re.findall(r"- run: make (\S+)", WORKFLOWS["ci"])
-    assert runs == ["demo", "test-all", "test-slow", "test-notebooks"] and len(JOBS) == 2
+    assert runs == ["demo", "test-all", "test-slow", "test-notebooks", "test-rented"] and len(JOBS) == 3
 
 
 def test_workflows_pin_their_actions_and_begin_without_rights():

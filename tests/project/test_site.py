@@ -1,13 +1,13 @@
 """The site that `make site` writes. Oracle: the checks of `pages.py`, each seen to find what it looks for."""
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 pytest.importorskip("nbconvert")
 pytest.importorskip("anywidget")
 
+import nbformat
 import pages
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from refvl.viz.journey import SHIPPED
 

@@ -15,7 +15,6 @@ import sys
 import zlib
 from functools import cache
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -173,6 +172,7 @@ def test_a_transparent_level_or_colour_is_white(tmp_path, depth, size, top, seed
 @cache
 def clip(suffix: str) -> bytes:
     """Twelve grey frames, lighter and lighter."""
+    av = pytest.importorskip("av")
     codec = {"avi": "mpeg4", "webm": "libvpx", "gif": "gif"}.get(suffix, "libx264")
     with av.open(buffer := io.BytesIO(), "w", format={"mkv": "matroska"}.get(suffix, suffix)) as container:
         stream = container.add_stream(codec, rate=8)

@@ -47,7 +47,9 @@ def test_a_prefill_takes_what_torch_counts_while_it_runs(model):
     embeds = torch.randn(1, tokens, model.language_model.config.hidden_size)
     with in_products(), FlopCounterMode(display=False) as counter:
         model.language_model.model(inputs_embeds=embeds)
-    assert prefill_operations(model.language_model, tokens) == counter.get_total_flops()
+    modules = counter.get_flop_counts()  # some releases of transformers multiply matrices for the angles, too
+    layers = [sum(modules[name].values()) for name in modules if name.rpartition(".")[0].endswith(".layers")]
+    assert prefill_operations(model.language_model, tokens) == sum(layers)
 
 
 @pytest.mark.skipif(not times_as_fast(), reason="this torch has no such kernel")

@@ -22,12 +22,12 @@ from refvl.tools.cli import Console
 from refvl.tools.demo import show
 from refvl.trace import Record
 
-PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
+PHOTO = DATA / "pictures" / "coffee.jpg"
 
 
-def test_trace_prints_every_stage(shell, checkpoint):
+def test_trace_prints_every_stage(shell, checkpoint, clip):
     status, out, _ = shell(
-        "trace", checkpoint, "Hm?", "-i", PHOTO, "-v", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 3
+        "trace", checkpoint, "Hm?", "-i", PHOTO, "-v", clip, "--pruning-rate", 0.5, "--max-new-tokens", 3
     )
     stages = ["decode media", "patchify", "plan", "encode", "prune", "merge", "positions", "prefill", "decode tokens"]
     assert status == 0

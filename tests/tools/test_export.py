@@ -189,6 +189,7 @@ def test_two_ranks_share_the_work(vlm, checkpoint, folder, tmp_path):
 
 
 def test_images_and_videos_for_vllm(vlm, folder, tmp_path):
+    pytest.importorskip("av")
     out, images = tmp_path / "out", [folder / "sub/a.png", folder / "b.jpg"]
     (folder / "clip.mp4").write_bytes(CLIP.read_bytes())
     encode_folder(vlm, folder, out, progress=False)
@@ -213,6 +214,7 @@ def test_images_and_videos_for_vllm(vlm, folder, tmp_path):
 
 
 def test_minicpmv_needs_the_sizes_of_images(folder, tmp_path):
+    pytest.importorskip("av")
     (folder / "clip.mp4").write_bytes(CLIP.read_bytes())
     minicpm, glm = tmp_path / "minicpm", tmp_path / "glm"
     vlm = random_model("MiniCPM-V 2.6")

@@ -116,7 +116,7 @@ PHOTO = DATA / "pictures" / "coffee.jpg"
 @pytest.mark.parametrize(
     "name, rule, q", [("tiny-qwen2_5_vl", "evs", 0.5), ("tiny-glm4v", "evs", 0.9), ("tiny-glm4v", "vidcom2", 0.9)]
 )
-def test_options_change_the_plan_as_they_change_a_run(info, name, rule, q):
+def test_options_change_the_plan_as_they_change_a_run(info, clip, name, rule, q):
     """Oracle: what a model with the same limits encodes of the same files, and how many tokens its
     prompt keeps.
 
@@ -124,11 +124,11 @@ def test_options_change_the_plan_as_they_change_a_run(info, name, rule, q):
     """
     pruned = {"pruning_rate": q, "pruning": rule}
     options = ["--max-pixels", 60_000, "--min-pixels", 20_000, "--fps", 1, "--pruning-rate", q, "--pruning", rule]
-    status, out, _ = info(TINY / name, "-i", PHOTO, "-i", DATA / "pictures/scene.png", "-v", CLIP, *options, "--json")
+    status, out, _ = info(TINY / name, "-i", PHOTO, "-i", DATA / "pictures/scene.png", "-v", clip, *options, "--json")
     numbers = json.loads(out)
     vlm = refvl.load(TINY / name, device="cpu", progress=False)
     set_pixel_limits(vlm.processor, max_pixels=60_000, min_pixels=20_000)
-    video = {"type": "video", "video": CLIP, "fps": 1.0}
+    video = {"type": "video", "video": clip, "fps": 1.0}
     pictures = [{"type": "image", "image": file} for file in (PHOTO, DATA / "pictures/scene.png")]
     content = [*pictures, video, {"type": "text", "text": "What?"}]
     trace = vlm.trace([{"role": "user", "content": content}], **pruned, max_new_tokens=1)
@@ -159,7 +159,7 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
     [
         ("tiny-step3", ["--max-pixels", "9"], "max_pixels: not supported by this family"),
         ("tiny-qwen2_5_vl", ["--max-pixels", "9"], "min_pixels: must not exceed max_pixels=9"),
-        ("tiny-minicpmv-4_5", ["--video", CLIP, "--pruning-rate", "0.5"], "pruning_rate: not supported by MiniCPM-V"),
+        ("tiny-minicpmv-4_5", ["--image", PHOTO, "--pruning-rate", "0.5"], "pruning_rate: not supported by MiniCPM-V"),
     ],
 )
 def test_a_wrong_option_is_one_line(info, name, options, message):
