@@ -63,7 +63,8 @@ def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, sc
 
 
 def logits_gain(vlm, trace) -> float:
-    """`gain` of the language model of `vlm`, from the embeddings of the prompt of `trace` to the logits behind it."""
+    """`gain` of the language model of `vlm`, from the embeddings of the prompt of
+    `trace` to the logits behind it."""
 
     def logits(embeds: Tensor) -> Tensor:
         deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
@@ -75,12 +76,14 @@ def logits_gain(vlm, trace) -> float:
 
 
 def assert_logits_agree(vlm, trace, actual: Tensor, expected: Tensor, gain: float | None = None) -> None:
-    """Rounding in encoder and language model explains how far two logits (V,) behind the prompt of `trace` differ."""
+    """Rounding in encoder and language model explains how far two logits (V,)
+    behind the prompt of `trace` differ."""
     scale = (gain or logits_gain(vlm, trace)) * float(expected.abs().max())
     assert_agree(actual, expected, roundings(vlm.encoder) + roundings(vlm.language_model), scale=scale)
 
 
 def assert_differ(actual: Tensor, expected: Tensor, steps: int | nn.Module, what: str = "") -> None:
-    """Rounding does not explain the difference, nor would ten times as much of it; `what` is named if it does."""
+    """Rounding does not explain the difference, nor would ten times as much of it;
+    `what` is named if it does."""
     difference, rounding = largest_difference(actual, expected), tolerance(actual, expected, steps)
     assert difference > 10 * rounding, f"{what} differ by {difference:.3g}, where rounding explains {rounding:.3g}"

@@ -17,7 +17,8 @@ def with_matrix(data: bytes, a: float, b: float, c: float, d: float) -> bytes:
 
 
 def shown_by_ffmpeg(path: Path) -> np.ndarray:
-    """(T, H, W, 3): all frames through the filters that the program `ffmpeg` chooses for the matrix ("autorotate")."""
+    """(T, H, W, 3): all frames through the filters that the program `ffmpeg`
+    chooses for the matrix ("autorotate")."""
     import av
 
     with av.open(str(path)) as container:

@@ -71,7 +71,8 @@ def _press(control) -> None:
 
 
 def check_keys_and_pointer(root) -> None:
-    """Arrow keys select items of the first canvas that has any, the pointer shows them, and both are said in words."""
+    """Arrow keys select items of the first canvas that has any, the pointer shows
+    them, and both are said in words."""
     canvas = root.locator("canvas[role=application]").first
     if not canvas.count():
         return
@@ -90,7 +91,8 @@ def check_keys_and_pointer(root) -> None:
 
 
 def check_names(root) -> None:
-    """Controls and pictures have names that a screen reader can say; the Tab key stops only where keys do something."""
+    """Controls and pictures have names that a screen reader can say; the Tab key
+    stops only where keys do something."""
     unseen = "root => [...root.querySelectorAll('button')].filter(b => !/\\w/.test(b.textContent)).length"
     assert root.evaluate(unseen) == 0  # a button shows in a word what will move, and its name contains that
     assert root.evaluate(

@@ -143,7 +143,8 @@ def test_a_finger_hits_every_control(opened):
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 @pytest.mark.parametrize("file", ["mrope", "packing", "families"], indirect=True)
 def test_states_move_unless_the_reader_wants_no_motion(opened, motion):
-    """After a step, canvases change for a quarter of a second more; with reduced motion they are there at once."""
+    """After a step, canvases change for a quarter of a second more; with reduced
+    motion they are there at once."""
     page = opened(viewport={"width": 1400, "height": 900}, reduced_motion=motion)
     root = page.locator(".refvl")
     seen = root.evaluate(

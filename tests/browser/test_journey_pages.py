@@ -60,7 +60,8 @@ def test_nothing_was_asked_for_and_nothing_complained(opened):
 
 
 def test_the_reference_and_the_guides_fit_a_phone(chromium, tmp_path):
-    """Long names and signatures wrap: no page is wider than the screen. A search finds the page of a question."""
+    """Long names and signatures wrap: no page is wider than the screen. A search
+    finds the page of a question."""
     import pages
     import reference
 

@@ -79,7 +79,8 @@ def test_it_answers_as_refvl_does(opened):
 
 
 def test_a_clip_and_photographs(opened):
-    """What is transparent in a photo is white, as in refvl; a file that is none is refused, until the next one."""
+    """What is transparent in a photo is white, as in refvl; a file that is none is
+    refused, until the next one."""
     checkpoint, page, _, _, _ = opened
     if checkpoint == "tiny-qwen2_5_vl":
         page.evaluate("things => refvl.clip(things, 'left')", scene_of([("circle", "green", 5), ("cross", "black", 0)]))
@@ -106,7 +107,8 @@ def test_a_clip_and_photographs(opened):
 
 
 def test_everything_that_can_be_exchanged_bites_where_the_page_puts_it(opened):
-    """And its link says the same to somebody else; where an answer stays, there is a reason, and only there."""
+    """And its link says the same to somebody else; where an answer stays, there is
+    a reason, and only there."""
     _, page, _, _, address = opened
     other = page.context.new_page()
     for name in page.evaluate("refvl.breaks"):
@@ -257,7 +259,8 @@ def test_without_scripts_there_is_a_figure(opened, chromium):
 
 
 def test_a_still_for_the_index_and_the_notebook(opened):
-    """RECORD=1 keeps it in data/figures, with the moving picture of the README: flipped, dragged, looked into."""
+    """RECORD=1 keeps it in data/figures, with the moving picture of the README:
+    flipped, dragged, looked into."""
     checkpoint, page, _, _, _ = opened
     if checkpoint != "tiny-qwen2_5_vl":
         return

@@ -69,7 +69,8 @@ def attentions(name):
 
 
 def pruning(name):
-    """What the language model reads is what it reads in the plain run, rows and positions, at the tokens kept."""
+    """What the language model reads is what it reads in the plain run, rows and
+    positions, at the tokens kept."""
     vlm = random_model(name)
     plain, pruned = (vlm.read(Request("What?", videos=[FRAMES], pruning_rate=q)) for q in (0.0, 0.6))
     assert len(plain.input_ids) > len(pruned.input_ids) == int(pruned.keep.sum())

@@ -40,7 +40,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One encoder. Layouts of `small` fit into one replay, those of `mixed` need several, and one is too large."""
+    """One encoder. Layouts of `small` fit into one replay, those of `mixed` need
+    several, and one is too large."""
 
     name: str
     build: Callable[[], nn.Module]  # random weights; the same at every call
@@ -161,7 +162,8 @@ def squares_one_by_one(encoder, rows: Tensor, layouts, run=None) -> Tensor:
 
 
 def transformers_squares(encoder, rows: Tensor, layouts) -> Tensor:
-    """transformers' tower of Step-3.7 with the same weights, one square after the other; refvl's without it."""
+    """transformers' tower of Step-3.7 with the same weights, one square after the
+    other; refvl's without it."""
     if not HAS_5_23:
         return squares_one_by_one(encoder, rows, layouts)
     from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionConfig, Step3p7VisionModel
@@ -193,7 +195,8 @@ STEP3 = Case(
 
 
 def transformers_slices(encoder, rows: Tensor, layouts) -> Tensor:
-    """transformers' tower and merger with the same weights; refvl's slice by slice where they are not there."""
+    """transformers' tower and merger with the same weights; refvl's slice by slice
+    where they are not there."""
     sizes = [size for layout in encoder.check_layouts(layouts) for group in layout for size in group.slices]
     if not HAS_5_23:
         parts = rows.split([h * w for h, w in sizes])
@@ -300,7 +303,8 @@ def test_equals_its_oracle(case):
 @every_case
 @torch.no_grad()
 def test_items_of_a_batch_do_not_see_each_other(case):
-    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], with as many rows and tokens as `item_size` says."""
+    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], with as many rows
+    and tokens as `item_size` says."""
     encoder, rows = built(case), rows_for(case, case.mixed)
     together, pieces = encoder(rows, case.mixed), alone(encoder, rows, case.mixed)
     assert [len(piece) for piece in pieces] == [tokens for _, tokens, _ in sizes_of(encoder, case.mixed)]

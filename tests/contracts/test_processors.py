@@ -213,7 +213,8 @@ ORDINARY = (
 @every
 @pytest.mark.parametrize("words", ORDINARY)
 def test_ordinary_prompts_are_the_template_tokenized(parts, name, words):
-    """Oracle: the folder's tokenizer on its template's text; some of MiniCPM-V begin with a token of their own."""
+    """Oracle: the folder's tokenizer on its template's text; some of MiniCPM-V
+    begin with a token of their own."""
     folder, processor = parts(name).folder, parts(name).processor
     messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}, user("And", words)]
     joined = messages
@@ -343,7 +344,8 @@ JSON_FILES = (
 
 
 def is_read(file: str, name: str) -> bool:
-    """Whether a family's processor reads a file: Step3 has its settings in config.json, early MiniCPM-V no videos."""
+    """Whether a family's processor reads a file: Step3 has its settings in
+    config.json, early MiniCPM-V no videos."""
     if file.startswith(("tokenizer", "chat")) or not name.startswith(("Step3", "MiniCPM")):
         return True
     unread = {"processor_config.json"} if name != "MiniCPM-V 4.6" else set()

@@ -104,7 +104,8 @@ class Generator(torch.Generator):
 
 
 class CUDAGraph:
-    """Records (function, arguments, results); a replay computes the results again and writes them where they lay."""
+    """Records (function, arguments, results); a replay computes the results again
+    and writes them where they lay."""
 
     def finish(self, capture: "Capture", machine: "Machine") -> None:
         """Nothing has run yet: outputs hold what fresh memory holds."""
@@ -260,7 +261,8 @@ class Machine:
         return result
 
     def _compute(self, function, args, kwargs, device: torch.device, to_host: bool) -> Any:
-        """Compute on the CPU what a stream of `device` would; results are wrapped unless they are the host's."""
+        """Compute on the CPU what a stream of `device` would; results are wrapped
+        unless they are the host's."""
         real_args, real_kwargs = _mapped(_real, (args, kwargs))
         if "device" in real_kwargs and not to_host:
             real_kwargs["device"] = torch.device("cpu")

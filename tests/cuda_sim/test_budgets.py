@@ -39,7 +39,8 @@ KERNELS_AROUND_A_REPLAY = {  # all buffers filled and padded, outputs cloned; wh
 
 
 def start(family):
-    """An encoder on the device, and a picture's rows and layout on the host, in float32 as processors make them."""
+    """An encoder on the device, and a picture's rows and layout on the host, in
+    float32 as processors make them."""
     encoder = build(family)
     if family in SQUARES | FOLDED:  # the kernels do not take heads of 12
         tower = (SQUARES | FOLDED)[family]
@@ -130,7 +131,8 @@ def test_rotary_factors_are_float32(machine):
 
 @pytest.mark.parametrize("family", KERNELS_AROUND_A_REPLAY)
 def test_a_replay_copies_rows_and_plan_and_waits_for_nothing(machine, family):
-    """Rows are copied once, the plan as often as an eager forward's. No buffer is full. Step3 has two graphs."""
+    """Rows are copied once, the plan as often as an eager forward's. No buffer is
+    full. Step3 has two graphs."""
     encoder, rows, layouts = start(family)
     budgets = {"local": [3], "global": [4]} if family in SQUARES else [24, 80]
     manager = manager_of(encoder, budgets=budgets)

@@ -22,7 +22,8 @@ from refvl.tools import cli, gpu_checks
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Two simulated GPUs, on which torch.compile leaves code as it is; and checks that are small and run on a CPU."""
+    """Two simulated GPUs, on which torch.compile leaves code as it is; and checks
+    that are small and run on a CPU."""
     with simulated_cuda(devices=2) as machine:
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
@@ -119,8 +120,7 @@ def test_what_stops_a_run_leaves_what_was_found(gpus, monkeypatch, tmp_path):
     assert [entry["state"] for entry in kept["checks"].values()] == ["running", "not reached"]
     assert kept["checks"]["first"]["rows"][0]["measured"] == "nan" and not kept["passed"]
     monkeypatch.setattr(runner, "SECONDS", {False: 0.01})
-    slow = {"towers": gpu_checks.check_towers, "answers": gpu_checks.check_answers}
-    result = run(monkeypatch, tmp_path / "b.json", slow)
+    result = run(monkeypatch, tmp_path / "b.json", {name: gpu_checks.ALL[name] for name in ("towers", "answers")})
     assert [entry["state"] for entry in result["checks"].values()] == ["unfinished", "not reached"]
     assert result["checks"]["towers"]["reason"] == "the time limit was reached after 1 rows" and not result["passed"]
 

@@ -117,7 +117,8 @@ def test_memory_is_that_of_the_buffers_and_of_the_manager_s_pool(machine, case, 
 
 
 def test_graphs_on_the_second_device(case):
-    """Warm-up, capture and replays happen where the encoder is, whatever device is current, each after the last."""
+    """Warm-up, capture and replays happen where the encoder is, whatever device is
+    current, each after the last."""
     with simulated_cuda(devices=2) as machine:
         manager = manager_of(build(FAMILY).to("cuda:1", torch.bfloat16))
         rows = case[1].rows.to("cuda:1")

@@ -20,7 +20,8 @@ from refvl.trace import synchronized_time
 
 
 class Nccl:
-    """Ranks as threads, each with a GPU of its own, and two rules of NCCL: CUDA tensors alone, no GPU shared."""
+    """Ranks as threads, each with a GPU of its own, and two rules of NCCL: CUDA
+    tensors alone, no GPU shared."""
 
     def __init__(self, ranks: int):
         self.ranks, self.rank, self.barrier = ranks, threading.local(), threading.Barrier(ranks)

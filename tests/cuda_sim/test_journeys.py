@@ -108,7 +108,8 @@ def test_pixels_travel_once_and_as_the_smallest_type(run):
 
 
 def test_a_decode_step_neither_copies_nor_waits(run):
-    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it."""
+    """Inside the text model; Step3's experts need no answer, either. transformers
+    5.17 reads each mask, to drop it."""
     asks = Version(transformers.__version__) < Version("5.18")
     assert (run.decode["copies"], run.decode["waits"]) == (0, asks)
 

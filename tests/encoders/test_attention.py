@@ -50,7 +50,8 @@ def random_qkv(n, heads, head_size, dtype=torch.float32, device="cpu", seed=0):
 
 
 def assert_exact(out, want, v, longest):
-    """Averages of v. float32 rounds sums over K and over the longest segment, half precision weights and outputs."""
+    """Averages of v. float32 rounds sums over K and over the longest segment, half
+    precision weights and outputs."""
     steps = v.shape[-1] + longest if v.dtype == torch.float32 else 2
     assert_agree(out, want, steps, scale=float(v.nan_to_num().abs().max()))
 

@@ -22,7 +22,8 @@ def nothing_compiled():
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
-    """With the varlen attention of a GPU, which torch traces here, but does not run: zeros stand for its results."""
+    """With the varlen attention of a GPU, which torch traces here, but does not
+    run: zeros stand for its results."""
     encoder, graphs = build(family).bfloat16(), []
 
     def keep(graph, inputs):

@@ -102,7 +102,8 @@ def unpadded(cumulative):
 
 @pytest.mark.parametrize("case", golden_plans("qwen2_5_vl"), ids=lambda c: c["name"])
 def test_the_plan_of_qwen_equals_golden_metadata(case):
-    """Oracle: vLLM 0.33.0 `prepare_encoder_metadata`; its padding and overridden maxima belong to graphs, not here."""
+    """Oracle: vLLM 0.33.0 `prepare_encoder_metadata`; its padding and overridden
+    maxima belong to graphs, not here."""
     plan = Qwen2_5_VisionTransformer.from_config(GOLDEN["qwen_config"]).plan(case["grid_thw"])
     assert plan.window_index.tolist() == case["window_index"]
     assert plan.reverse_index.tolist() == case["reverse_indices"]
@@ -171,7 +172,8 @@ def test_the_clamp_equals_upstream_s(values):
 
 @torch.no_grad()
 def test_an_overflowing_tower_stays_finite():
-    """Weights that overflow in the last block: the embeddings are those of the stream clamped by upstream's rule."""
+    """Weights that overflow in the last block: the embeddings are those of the
+    stream clamped by upstream's rule."""
     encoder = ours("qwen2_5_vl").half()
     encoder.blocks[-1].mlp.down_proj.bias[:3] = torch.tensor([60000.0, -60000.0, 0.0])
     encoder.blocks[-1].attn.proj.bias[:3] = torch.tensor([60000.0, -60000.0, 0.0])
