@@ -206,11 +206,13 @@ def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tens
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
     same_MN = segment_M[:, None] == segment_N
     is_spoiled_N = ~((k_NHK.abs() < LARGEST_KEY) & v_NHK.isfinite()).flatten(1).all(1)
-    is_unused_N = is_padding_N | is_spoiled_N
     q, k, v = (
-        # (1, H, M or N, K)
-        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]
-        for x, is_empty in ((q_MHK, is_padding_M), (k_NHK, is_unused_N), (v_NHK, is_unused_N))
+        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]  # (1, H, M or N, K)
+        for x, is_empty in (
+            (q_MHK, is_padding_M),
+            (k_NHK, is_padding_N | is_spoiled_N),
+            (v_NHK, is_padding_N | is_spoiled_N),
+        )
     )
     out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=same_MN | is_padding_M[:, None])
     is_spoiled_M = (same_MN & is_spoiled_N).any(1) | ~q_MHK.isfinite().flatten(1).all(1)
