@@ -196,7 +196,7 @@ def _without_code(values: dict) -> dict:
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text config, including settings that belong to it but are stored elsewhere in the config.
 
-    In older configs, one such setting is the flag that ties the weights of embedding and head. With DeepStack, it is
+    In older configs, one of these settings ties the embedding weights to the output head. With DeepStack, it is
     the number of layers that add features; with a canvas, the ids of its special tokens.
     """
     text_config = config.get_text_config()

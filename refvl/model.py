@@ -1,6 +1,6 @@
 """The public class `VLM`: the path of `refvl.pipeline`, and everything that `refvl.load` returns with it.
 
-Each method is short and imports its room when it is called, so a plain answer needs only the stages.
+Each method is short and imports its folder when called, so a plain answer needs only the stages.
 
 chat, trace               one question; `trace` keeps the result of every stage (study/watch.py)
 chat_batch, answer_each   many questions, decoded together (serving/batches.py)

@@ -88,7 +88,7 @@ class SiglipViT(NaVitSiglip):
         return to_device(NaVitMetadata(**segments, positions=torch.cat(positions)), self.device)
 
     def position_embeds(self, metadata: NaVitMetadata) -> Tensor:
-        """Return the planned vectors."""
+        """Return the position vectors from the plan."""
         return metadata.positions
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # takes no sizes

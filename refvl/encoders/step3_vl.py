@@ -7,7 +7,7 @@
        | repeat              the class token four times, as in training
     (B, 4 + n*n, E)          n = S / P patches per side
        | layers              x + LN(attn(x)); x + LN(mlp(x)): the *output* of each sub-layer is normalised
-       | drop                the four class tokens, which are not used afterwards
+       | drop                the four class tokens, which have no further use
     (B, E, n, n)
        | vit_downsampler     convolution 2 x 2, then 3 x 3 with stride 2: 52 -> 26 -> 13 patches per side
        | vit_large_projector one linear layer

@@ -17,7 +17,7 @@ The manager uses only these parts of an encoder: plan, forward, metadata at capa
 of an item.
 
 Any number of threads may use one manager, and any number of managers may use one encoder. A plan
-belongs to one call. The buffers are used by one call at a time, which holds a lock from the first
+belongs to one call. Only one call at a time uses the buffers; it holds a lock from the first
 fill to the last clone.
 """
 

@@ -29,7 +29,7 @@ KEY_MAPPING = {
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # names of dtypes in safetensors
 NO_ADAPTER = "no adapter"  # this folder does not exist, so transformers finds no adapter to attach
 PART = "text model"  # the name of this part in errors
-PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # with one of these, transformers places weights
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # if one is set, transformers places the weights
 
 
 def load_language_model(

@@ -90,7 +90,7 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
         most = f"max_image_pixels={limits.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
         raise ValueError(f"it has {image.width} x {image.height} pixels; a file may have 1 to {most}")
     if "RGB;16B" in str(getattr(image, "tile", "")) and "transparency" in image.info:
-        image = image.copy()  # it has the upper 8 bits of the pixels, but the key has 16
+        image = image.copy()  # pixels keep their upper 8 bits, but the key has 16
         image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     rotation = None
     with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact

@@ -94,7 +94,7 @@ def sample_frame_indices(
     total, step, min_frames, max_frames = check_positive_ints(total_num_frames=total_num_frames, **limits)
     if num_frames is not None:
         if fps is not None:
-            raise ValueError(f"fps, num_frames: expected at most one, got fps={fps} and num_frames={num_frames}")
+            raise ValueError(f"fps, num_frames: expected at most one of them, got fps={fps}, num_frames={num_frames}")
         if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
             raise ValueError(f"num_frames: expected at most {total}, the number of frames available, got {num_frames}")
         wanted = round(num_frames / step) * step

@@ -101,7 +101,7 @@ class PackingCollator:
     belongs to another prompt. The batch sets `use_cache=False`, because with a cache transformers treats all prompts as
     one. It does the same if it gets an `attention_mask`, so a mask of ones is dropped.
 
-    Raises ValueError for a feature of another length than the prompt, for other features that only some prompts have,
+    Raises ValueError if the length of a feature is not the prompt's, for other features that only some prompts have,
     and for a mask with zeros.
     """
 

@@ -39,7 +39,7 @@ class ChatProcessor:
     limits: MediaLimits = LIMITS  # limits on decoding; `processor.limits = MediaLimits(...)` changes them
     image_config: Any  # the settings for preparing an image
     video_config: Any  # the settings for preparing a video; None if the model accepts no video
-    video_options: ClassVar[Collection[str]] = ()  # the sampling options of a message, besides num_frames alone
+    video_options: ClassVar[Collection[str]] = ()  # a message's sampling options, in addition to num_frames
     sampler: ClassVar[Callable[..., Sequence[int]]]  # (total, source_fps, **options) -> the indices of frames
     timestamps_of: Callable[[Video], tuple[float, ...]]  # a video -> the time that the prompt states for each frame
     no_video: ClassVar[str]  # the error for a video if the model accepts none

@@ -1,4 +1,4 @@
-"""Prompts as people write them elsewhere, turned into refvl's messages: the only file that knows the forms of others.
+"""Prompts as people write them elsewhere, turned into refvl's messages: the only file that reads other programs' forms.
 
 prompt "What is it?", images, videos -> one user message: images, videos, text
 prompt [{"role": "user", "content": "Hi"},
@@ -29,8 +29,8 @@ SOURCES = {  # the kinds of parts, and the keys that can hold the content of eac
 FITTED = (*SIZES, *RESIZED)
 OPTIONS = {"text": (), "image": FITTED, "video": (*FITTED, *PART, "fps", "num_frames", "min_frames", "max_frames")}
 OURS = {"nframes": "num_frames", "sample_fps": "fps"}  # qwen-vl-utils' names
-READ = (os.PathLike, Image.Image, Video)  # what `refvl.pixels` reads as it is
-IGNORED = ("type", "detail", "uuid", "cache_control")  # they change nothing here, and nothing in vLLM
+READ = (os.PathLike, Image.Image, Video)  # types that `refvl.pixels` reads directly
+IGNORED = ("type", "detail", "uuid", "cache_control")  # keys that have no effect here or in vLLM
 
 
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:

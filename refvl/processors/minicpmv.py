@@ -190,8 +190,8 @@ class MiniCPMVProcessor(ChatProcessor):
         """In a prompt of (L,) ids, set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID.
 
         A placeholder is an unknown token directly after the start of an image, slice or frame; the text may also
-        contain unknown tokens. A frame is an overview without a number. If images have no numbers, everything counts as
-        an image.
+        contain unknown tokens. A frame is an overview without a number. If images are not numbered either, every
+        overview counts as an image.
         """
         ids = self.mark_ids
         is_unknown = input_ids == ids["unk"]

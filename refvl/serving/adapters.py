@@ -37,7 +37,7 @@ from refvl.checks import blame
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of all names in PEFT's files
+PREFIX = "base_model.model."  # the start of all names in PEFT's files
 PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 
 

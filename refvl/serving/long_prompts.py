@@ -108,7 +108,7 @@ def prefill_in_chunks(
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     places = media_places(trace.spans)
-    rows, keep = language_model.text_rows(trace.full_ids[:0]), trace.keep[:0]  # of pieces that were begun
+    rows, keep = language_model.text_rows(trace.full_ids[:0]), trace.keep[:0]  # for pieces that were begun
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
         rows_LW = language_model.text_rows(trace.full_ids[start:stop])

@@ -153,7 +153,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
-        nccl = dist.get_backend(group) == "nccl"  # nccl moves only CUDA tensors, by default those of GPU 0 on all ranks
+        nccl = dist.get_backend(group) == "nccl"  # it sends only CUDA tensors, by default from GPU 0 on every rank
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local

@@ -122,7 +122,7 @@ def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
 
 
 def _rows(boxes) -> Tensor:
-    """Return boxes as (n, 4) or (n, 2) float64; no boxes are (0, 4)."""
+    """Return boxes as (n, 4) or (n, 2) float64; without boxes, the shape is (0, 4)."""
     rows = torch.as_tensor(boxes).double()
     rows = rows.reshape(0, 4) if rows.shape == (0,) else rows[None] if rows.ndim == 1 else rows
     if rows.ndim != 2 or rows.shape[1] not in (2, 4):
@@ -146,7 +146,7 @@ def parse(text: str, family: str) -> Tensor:
 
     Boxes are in the order of the text, with corners as written. Text never raises an error:
     anything except four numbers in the family's notation is skipped. For a truncated answer, only
-    the complete boxes are returned. Without any boxes, the result is (0, 4).
+    the complete boxes are returned. Without any boxes, the result has shape (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]

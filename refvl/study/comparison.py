@@ -195,7 +195,7 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
     for the states, and per token for the inputs of the text model.
     """
     share = RTOL if rtol is None else rtol
-    if name == STATES or name.startswith("merge/"):  # rows of text are small beside those of media
+    if name == STATES or name.startswith("merge/"):  # rows of text are small compared with those of media
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
         if name == STATES and rtol is None:
             return torch.tensor([[rounding(ours, theirs, layer)] for layer in range(len(y))]) * scales
@@ -259,7 +259,7 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
 
 def _tie(row: int, ours: Stages, theirs: Stages) -> str:
     """Describe how close the best two logits of a token are,
-    beside the difference that rounding explains.
+    and the difference that rounding explains.
     """
     margins = [float(run.tensors[MARGINS][row]) for run in (ours, theirs) if row < len(run.tensors.get(MARGINS, ()))]
     if len(margins) < 2 or LOGITS not in theirs.tensors:

@@ -205,14 +205,14 @@ def prefill_operations(language_model: Any, tokens: int) -> int:
     Pairs hidden by the causal mask are also counted, as in torch's counter. The head, which runs
     for one token, is not counted.
     """
-    from refvl.language.step3_vl import Step3TextMoE  # here, because figures use this file without transformers
+    from refvl.language.step3_vl import Step3TextMoE  # not above: figures need no transformers
 
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
         visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
         weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # they sum the rows of an expert
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # each sums the rows of an expert
         weights += by_product * getattr(text, visited) * text.hidden_size
     width = text.num_attention_heads * _head_dim(text)
     return 2 * tokens * weights + 4 * tokens**2 * width * text.num_hidden_layers

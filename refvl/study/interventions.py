@@ -92,7 +92,7 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 def _fitting(name: str, made: Any, changed: Any) -> Any:
     """Return `changed` on the device of `made`, and in its precision if both are floats.
 
-    Raises ValueError for another length, shape or kind of numbers.
+    Raises ValueError for a different length, shape or kind of numbers.
     """
     if isinstance(made, list):
         if len(changed) != len(made):

@@ -52,10 +52,10 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
 
 
 def transformers_inputs(processor: Any, trace: Trace) -> Any:
-    """Return the inputs that transformers' processor makes of the messages and files of a trace, for `generate`.
+    """Return the inputs for `generate` that transformers' processor makes from the messages and files of a trace.
 
-    Media that are not files are those of the trace, and so is an item whose message sets its size or its part of a
-    file. `video_metadata` holds the frames that were sampled. Arguments of the template are not passed on.
+    Media that are not files come from the trace, as do items whose message sets their size or their part of a file.
+    `video_metadata` holds the frames that were sampled. Arguments of the template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
     images = [_file_or(source, medium, options) for (kind, source, options), medium in pairs if kind == "image"]
@@ -107,7 +107,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         rows = inputs[PIXELS[kind][0]].split(grid.prod(1).tolist())
         found |= {f"patchify/{i}": x for i, x in zip(items[kind], rows, strict=True)}
     found["merge/input_ids"] = inputs["input_ids"][0]
-    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # their model cannot run images beside videos
+    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # their model accepts either images or videos
         return Stages(found, source, list(trace.layouts))
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)

@@ -15,8 +15,8 @@ from torch import Tensor
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
 # Choices by which refvl's prompts differ from those of transformers' processors (5.17 to 5.23) on purpose: the settings
-# of our processor, and the options of `tokenize`, that give theirs. Another choice needs no prompt: frames of MiniCPM-V
-# 4.6 and 4.7 are resized by Pillow, like images; theirs by torchvision, whose values differ by a level or two of 255.
+# of our processor, and the options of `tokenize`, that give theirs. One choice affects only pixels: we resize frames of
+# MiniCPM-V 4.6 and 4.7 with Pillow, like images; transformers uses torchvision, which differs by a level or two of 255.
 CHOICES: dict[str, tuple[dict, dict]] = {
     "Qwen3-VL's videos without the outer special tokens, as in transformers 4.57": ({"outer_tokens": True}, {}),
     "special tokens in a user's text are text": ({}, {"allow_special_tokens": True}),
@@ -94,7 +94,7 @@ def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Call
 
 
 def choice_behind(model: Any, trace: Any, prompts: list[list[int]]) -> str:
-    """Return the choice without which the prompt of a trace becomes the other one; "" if none of `CHOICES` does it."""
+    """Return the choice that explains why the prompts differ; "" if none of `CHOICES` does."""
     media = [patches.media_tokens for patches in trace.patches]
     for choice, (settings, options) in CHOICES.items():
         processor = copy(model.processor)

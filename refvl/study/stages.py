@@ -93,7 +93,7 @@ class StagedProcessor(Qwen2_5_VLProcessor):
 
 
 class StagedAttention(VisionAttention):
-    """A block's attention. `rotary` is the reader's function, and so may be the backend."""
+    """A block's attention. `rotary` is the reader's function; the backend may be, too."""
 
     def forward(self, x: Tensor, rotary: Any, segments: Segments, backend: Any) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
@@ -148,7 +148,7 @@ class StagedPath(Pipeline):
     """The path of a model that runs the stages of its `encoder`."""
 
     def read(self, request: Any) -> Any:
-        """Read as the library does; then `evs` drops tokens of a prompt's video, which must be its only medium."""
+        """Read as the library does; then `evs` drops tokens of a prompt's video, which must be its only media item."""
         evs = self.encoder.stages.evs
         if evs is None or not request.pruning_rate or request.pruning != "evs":
             return super().read(request)

@@ -40,9 +40,9 @@ from refvl.paths import CLONE, DATA
 from refvl.study.costs import encoder_operations
 
 SCENE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
-CLIP = np.asarray(Image.open(DATA / "clips" / "scene.png")).reshape(-1, 84, 84, 3)  # frames: PyAV may be missing
+CLIP = np.asarray(Image.open(DATA / "clips" / "scene.png")).reshape(-1, 84, 84, 3)  # a PNG, because PyAV may be missing
 GRAPH_TOKENS = 64  # the largest budget of the checks, in which all their items fit
-SIDES = (16, 36, 74)  # of the images of `times`, in patches: 224, 504 and 1036 px
+SIDES = (16, 36, 74)  # sides of the images in `times`, in patches: 224, 504, 1036 px
 TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
 # one for each shipped model; each token wins by 3 logits, so rounding changes none
 QUESTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -90,7 +90,7 @@ def each(names: Iterable[str], check: Callable[[str], Iterator[dict]]) -> Iterat
     for name in names:
         try:
             yield from check(name)
-        except Exception as error:  # what fails on one machine alone can be anything
+        except Exception as error:  # on an unknown machine, any error may occur
             yield row(f"{name}: {type(error).__name__}: {error}", 1, 0, "error")
 
 

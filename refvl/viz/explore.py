@@ -175,7 +175,7 @@ def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int =
     Needs anywidget. Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     if not sizes:
-        raise ValueError("sizes: expected at least one, got none")
+        raise ValueError("sizes: expected at least one size, got none")
     if not 1 <= ranks <= max_ranks:
         raise ValueError(f"ranks: expected 1 to {max_ranks} (max_ranks), got {ranks}")
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)

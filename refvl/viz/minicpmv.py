@@ -143,7 +143,7 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
     if plan.grid is None:
-        raise ValueError(f"image: expected one that is cut into slices, got {picture.width} x {picture.height} px")
+        raise ValueError(f"image: expected an image that is cut into slices, got {picture.width} x {picture.height} px")
     left, middle, right = grid_of_axes(ax, 1, 3, (10.5, 3.6))[0]
     (columns, rows), (h, w) = plan.grid, plan.tgt_sizes[-1]
     _draw_cuts(left, picture, plan)

@@ -88,7 +88,7 @@ def test_numbers_of_the_differences():
         f"coffee.jpg to {width} x {height}",
         f"Pillow 13.0: height first, up to {levels[0]} levels apart",
         f"torchvision: width first, up to {levels[1]} levels apart",
-        f"| {uncut} tokens, no crops, as transformers",
+        f"| {uncut} tokens, no crops, like transformers",
         f"such as 0.33: {cut} tokens, {len(plan_crops(729, 729).boxes)} crops",
         f"the lower {black} rows of each crop are black",
         f"the {504 - black} rows are stretched",

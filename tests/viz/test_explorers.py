@@ -201,7 +201,7 @@ def test_states_are_all_combinations_unless_given():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="rows: expected one for each of 6 states, got 5"):
+    with pytest.raises(ValueError, match="rows: expected one row for each of 6 states, got 5"):
         Squares(SQUARES, rows(5))
     with pytest.raises(traitlets.TraitError, match="index: expected 0 to 5, got 6"):
         Squares(SQUARES, rows()).index = 6

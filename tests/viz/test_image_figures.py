@@ -243,7 +243,7 @@ def test_the_canvas_shows_every_token_and_mark_at_its_position():
     marks, overview = lines(canvas)
     assert overview == positions[[2, 1]][:, 1 : 1 + spans[0].num_tokens].T.tolist()
     assert marks == [positions[[2, 1], i].tolist() for i, id_ in enumerate(ids) if id_]
-    with pytest.raises(ValueError, match=r"^image: expected one that is cut into slices, got 84 x"):
+    with pytest.raises(ValueError, match=r"^image: expected an image that is cut into slices, got 84 x"):
         viz.plot_canvas(picture.resize((84, 84)), config, positions, spans)
 
 

@@ -117,7 +117,7 @@ class Explorer(anywidget.AnyWidget):
         offered = [list(control.options) for control in controls]
         every = list(itertools.product(*offered)) if states is None else [tuple(state) for state in states]
         if rows and len(rows) != len(every):
-            raise ValueError(f"rows: expected one for each of {len(every)} states, got {len(rows)}")
+            raise ValueError(f"rows: expected one row for each of {len(every)} states, got {len(rows)}")
         start = every[len(every) // 2] if start is None else tuple(start)
         if start not in every:
             raise ValueError(f"start: expected one of the states {every[0]} to {every[-1]}, got {start}")

@@ -18,8 +18,8 @@ export default explorer(view => {
   const words = axis => view.colors[`${axis}_text`] ?? view.colors[axis];
 
   view.title(() => view.row.other
-    ? `Solid: ${view.option("family")} continues with text ${count()} at position ${count() + view.row.delta}. Dashed, the rule compared: at ${count() + view.row.other_delta}`
-    : `The prompt has ${count()} tokens, but the next text stands at position ${count() + view.row.delta}: the tokens of an image share positions`);
+    ? `Solid: ${view.option("family")} continues with text ${count()} at position ${count() + view.row.delta}. Dashed: under the compared rule, at ${count() + view.row.other_delta}`
+    : `The prompt has ${count()} tokens, but the next text is at position ${count() + view.row.delta}: the tokens of an image share positions`);
 
   // the lines up to the token `until`: the part that the model has read so far
   function line(pen, table, axis, until) {

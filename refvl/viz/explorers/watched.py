@@ -78,7 +78,7 @@ class WatchedExplorer(Explorer):
     def watch(self, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
         """Ask every question, and store the answers in `watched` by name."""
         if not questions:
-            raise ValueError("questions: expected at least one, got none")
+            raise ValueError("questions: expected at least one question, got none")
         self.watched = {name: _watch(self.model, name, *question) for name, question in questions.items()}
         return list(self.watched.values())
 

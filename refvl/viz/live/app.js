@@ -494,7 +494,7 @@ function inputs() {                                       // the dialog in which
   }));
   const isFull = S.things.length >= MOST_THINGS;
   $("add").disabled = isFull;
-  $("full").textContent = isFull ? "Four shapes are the most that it was trained on." : "";
+  $("full").textContent = isFull ? "The model was trained on at most four shapes." : "";
   const ways = Object.keys(DIRECTIONS).map(d => [d, d, !S.roomTo(d)]);
   $("ways").replaceChildren(el("span", { textContent: S.distance ? "The first shape moves " : "The first shape is boxed in: nothing moves." }),
     ...(S.distance ? [select("Direction", ways, S.direction, direction => changeThings(() => { S.direction = direction; }))] : []));

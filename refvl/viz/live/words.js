@@ -76,7 +76,7 @@ export function why(S) {
 const TITLES = {
   pixels: "What the model receives.", patches: "The image as a list: each column of four becomes one token.",
   windows: "Which patches may look at each other.", deepstack: "Features of earlier blocks skip ahead to the first layers.",
-  tokens: "Four patches become one token.", prompt: "The image stands in the sentence, as tokens.",
+  tokens: "Four patches become one token.", prompt: "The image becomes part of the sentence, as tokens.",
   word: "How sure it is, on a logarithmic scale.",
 };
 const TODO = {                                            // one thing to do in each box
@@ -99,11 +99,11 @@ function opening(S) {
   const { A, B } = S, [a, b] = [A, B].map(S.said), truth = truthOf(S.kind, S.things, S.direction, S.q), p = sureOf(B);
   const warned = edge(S);
   if (!S.on) return { head: "The same model twice: nothing is exchanged.",
-    line: warned || (truth !== undefined && truth !== a ? `It is wrong even so: right is ${quote(truth)}.`
+    line: warned || (truth !== undefined && truth !== a ? `It is wrong anyway: the correct answer is ${quote(truth)}.`
       : S.kind === "photo" ? "Flip the switch to exchange one thing." : "Flip the switch to exchange one thing, or drag a shape.") };
   if (a === b) return { head: `Broken, and yet still ${quote(cut(B, b))}.`, line: warned || esc(why(S)[1]) };
   const sure = p > 0.99 && sureOf(A) > 0.99 ? "just as sure" : `${surety(p)} sure`;
-  const how = truth === undefined ? `Another answer, and ${sure}` : truth === a ? `Wrong, and ${sure}`
+  const how = truth === undefined ? `A different answer, and ${sure}` : truth === a ? `Wrong, and ${sure}`
     : truth === b ? "Right by accident: the intact model is wrong here" : "Wrong, but so is the intact model";
   const known = S.broken === "swap" && truth === a ? "positions are how it knows where" : "";
   const note = S.note || known;
@@ -112,7 +112,7 @@ function opening(S) {
 }
 // inputs unlike those of training
 function edge(S) {
-  if (S.isLost) return "This link was made with somebody's own photo, which a link does not hold: here is another.";
+  if (S.isLost) return "This link was made with someone's own photo, which a link cannot contain, so here is another.";
   if (S.kind === "picture" && !S.things.length) return "It was never trained on an empty scene: no answer here means anything.";
   if (S.isBoxedIn()) return "The first shape is boxed in, so nothing moves: it was never trained on such a video.";
   if (S.kind === "photo" && S.photo === "own") return "It knows painted scenes and four photos, not yours: watch the stages, not the answer.";
@@ -130,7 +130,7 @@ function positions(S) {
   if (S.broken === "drop" || S.broken === "evs") return { head, line: "The tokens that stay keep their positions: the gap stays open." };
   if (S.broken === "one") return { head, line: `All ${S.M} tokens now say ${say(two)}: one pile in the corner.` };
   if (one.join() === two.join()) return { head, line: `${owner}: ${say(one)}; exchanged, it stays where it was.` };
-  const told = S.broken === "swap" ? "the model is told of a mirrored picture" : "the last frames now come first";
+  const told = S.broken === "swap" ? "the model is told about a mirrored picture" : "the last frames now come first";
   return { head, line: `${owner}: ${say(one)} became ${say(two)}; ${told}.` };
 }
 
@@ -164,7 +164,7 @@ function tower(S) {
 function other(S) {
   const c = S.change[S.stage], source = BREAKS[S.broken].stage, asked = S.asked(), head = TITLES[S.stage];
   if (!S.on) return { head, line: `Nothing is exchanged: both sides are equal.${asked ? ` Follow the ${asked.shape}.` : ""}` };
-  if (source === S.stage) return { head, line: `Here it was broken: ${percent(c)} has changed.` };
+  if (source === S.stage) return { head, line: `The fault is here: ${percent(c)} has changed.` };
   if (c >= 0.0005) return { head, line: `The fault has arrived: ${percent(c)} has changed.` };
-  return { head, line: S.stages.indexOf(S.stage) < S.stages.indexOf(source) ? "The fault comes later: nothing has changed here." : "The fault does not pass here: nothing has changed." };
+  return { head, line: S.stages.indexOf(S.stage) < S.stages.indexOf(source) ? "The fault comes later: nothing has changed here." : "The fault does not pass through this stage: nothing has changed." };
 }
