@@ -12,7 +12,7 @@ class BuildWithCourse(build_py):
         super().run()
         if not self.editable_mode:
             for name in ("data", "notebooks"):
-                ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+                ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", ".progress")
                 shutil.copytree(name, Path(self.build_lib, "refvl/course", name), ignore=ignored, dirs_exist_ok=True)
 
 

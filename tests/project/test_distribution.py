@@ -91,7 +91,7 @@ def test_wheel_holds_the_package_and_the_course(wheel):
     assert {name for name in names if name.endswith(".py") and not name.startswith("refvl/course/")} == modules
     assert "refvl/py.typed" in names and {name.split("/")[0] for name in names} == {"refvl"}
     kept = [p for name in ("data", "notebooks") for p in (ROOT / name).rglob("*") if p.is_file()]
-    left_out = {"__pycache__", ".ipynb_checkpoints"}
+    left_out = {"__pycache__", ".ipynb_checkpoints", ".progress"}
     course = {f"refvl/course/{p.relative_to(ROOT)}" for p in kept if not left_out & {*p.parts}}
     assert {name for name in names if name.startswith("refvl/course/")} == course
     assert wheel.stat().st_size <= 25e6
