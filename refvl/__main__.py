@@ -1,3 +1,5 @@
+"""`python -m refvl`: the command line of `refvl.tools.cli`."""
+
 from refvl.tools.cli import main
 
 main()

@@ -1,4 +1,4 @@
-"""Vision encoders: each file reads from top to bottom; `tower.py` and `grid.py` contain the common parts.
+"""Vision encoders: each file reads from top to bottom; `tower` and `grid` contain the common parts.
 
 The encoders do not depend on prompts.
 """

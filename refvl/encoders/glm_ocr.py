@@ -1,4 +1,4 @@
-"""The GLM-OCR vision tower, from top to bottom. Its checkpoints resemble GLM-4.1V's, but the tower differs:
+"""The GLM-OCR vision tower, from top to bottom; its checkpoints resemble GLM-4.1V's, but the tower differs.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matmul; no norm after it, and no position table

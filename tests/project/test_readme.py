@@ -1,8 +1,10 @@
 """README.md, CONTRIBUTING.md and docs/ tell the truth; `snippets.py` runs what they show.
 
-Oracles: files, the Makefile, pyproject.toml.
+Oracles: files, the Makefile, pyproject.toml. `PYTHONPATH=notebooks python tests/project/test_readme.py` writes the
+list of files in docs/map.md.
 """
 
+import ast
 import json
 import re
 import tomllib
@@ -16,20 +18,24 @@ PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT /
 TEXT = "\n".join(PAGES.values())
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PROSE = re.sub(r"^```.*?^```", "", TEXT + CONTRIBUTING, flags=re.S | re.M)
-MAP = (ROOT / "docs/map.md").read_text()
-TREE = next(body for body in re.findall(r"^```\n(.*?)^```", MAP, re.S | re.M) if body.startswith("refvl/"))
+MAP = ROOT / "docs/map.md"
+ROOMS = "pixels processors encoders positions language graphs serving study tools viz viz/explorers viz/live"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
 
 
-def tree_paths() -> list[str]:
-    """The paths of the tree: two spaces of indentation per folder."""
-    stack, paths = [], []
-    for line in TREE.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        stack = [*stack[:depth], line.split()[0]]
-        paths.append("".join(stack))
-    return paths
+def listed(folder: str) -> str:
+    """The first paragraph of the docstring of each file in a folder, as Markdown."""
+    docs = {path: ast.get_docstring(ast.parse(path.read_text())) for path in (ROOT / folder).glob("*.py")}
+    said = {path: doc.split("\n\n")[0].replace("\n", " ") for path, doc in docs.items()}
+    rows = "".join(f"- [{path.name}](../{folder}/{path.name}): {said[path]}\n" for path in sorted(said))
+    return f"### {folder}\n\n{rows}\n"
+
+
+def written_map() -> str:
+    """docs/map.md, with the list of files as the files describe themselves."""
+    files = "".join(map(listed, ["refvl", *(f"refvl/{name}" for name in ROOMS.split()), "notebooks"]))
+    return re.sub(r"(?<=## Files\n\n).*(?=## What)", lambda _: files, MAP.read_text(), flags=re.S)
 
 
 def is_repository_path(word: str) -> bool:
@@ -39,16 +45,10 @@ def is_repository_path(word: str) -> bool:
     return bool(is_path) and (ROOT / first).exists()
 
 
-def test_tree_names_what_exists():
-    paths = tree_paths()
-    assert len(paths) > 50 and [path for path in paths if not (ROOT / path).exists()] == []
-    assert [path for path in paths if (ROOT / path).is_dir() != path.endswith("/")] == []
-
-
-def test_tree_forgets_no_file_of_the_library():
-    named = set(tree_paths())
-    files = {str(p.relative_to(ROOT)) for p in (ROOT / "refvl").rglob("*.py") if not p.name.startswith("__")}
-    assert {f for f in files if f not in named and not f.startswith("refvl/viz/")} == set()
+def test_the_map_repeats_what_the_files_say():
+    """Every folder of the library with code is listed."""
+    assert {str(path.parent.relative_to(ROOT / "refvl")) for path in ROOT.glob("refvl/*/**/*.py")} == set(ROOMS.split())
+    assert MAP.read_text() == written_map(), "run: PYTHONPATH=notebooks python tests/project/test_readme.py"
 
 
 def test_the_course_has_a_row_with_minutes_and_a_link_for_every_notebook():
@@ -114,3 +114,7 @@ def test_the_walk_through_names_one_file_per_stage():
 def test_make_targets_exist():
     named = re.findall(r"`make ([a-z-]+)", PROSE) + re.findall(r"^make ([a-z-]+)", TEXT + CONTRIBUTING, re.M)
     assert {"demo", "test", "test-slow", "notebooks"} <= set(named) <= TARGETS
+
+
+if __name__ == "__main__":
+    MAP.write_text(written_map())
