@@ -47,7 +47,7 @@ class VLM(Pipeline):
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; decoding is greedy unless the options ask for sampling or beams.
 
-        prompt: text, or messages with media anywhere in them, in the forms of docs/use.md. images, videos: paths,
+        prompt: text, or messages with media anywhere in them, in the forms of docs/migrate.md. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first, or fill the parts of messages that
         have no source. max_new_tokens: None for as many as fit into the context. pruning_rate: the share of a video's
         tokens that is dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"

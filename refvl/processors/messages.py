@@ -4,8 +4,8 @@ prompt "What is it?", images, videos -> one user message: images, videos, text
 prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 
-A part may have the form of transformers, OpenAI, vLLM or qwen-vl-utils; the table in docs/use.md lists them. Here it
-becomes {"type": kind, kind: source, **options}. Paths are opened later, by `refvl.pixels`; nothing is downloaded.
+A part may have the form of transformers, OpenAI, vLLM or qwen-vl-utils; the table in docs/migrate.md lists them. Here
+it becomes {"type": kind, kind: source, **options}. Paths are opened later, by `refvl.pixels`; nothing is downloaded.
 """
 
 import base64

@@ -48,7 +48,7 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
     medium: an image or a video, or a list of them, for which the result is a list with one map per
     item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple of
     frames count as videos. The run is in inference mode; for gradients, call `model.encoder`
-    (docs/use.md, "Train the tower"). blocks: the tower blocks, with -1 for the last. Then the
+    (docs/train.md). blocks: the tower blocks, with -1 for the last. Then the
     result for an item is a list with one map per block, (t, H, W, E): the states after that block,
     patches in row-major order. Families that cut images return a list of (box, map) instead of a
     single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a

@@ -1,4 +1,4 @@
-"""Messages as other libraries write them: the rows of the table in docs/use.md.
+"""Messages as other libraries write them: the rows of the table in docs/migrate.md.
 
 Oracles: for images, transformers' template, tokenizer and Pillow processor with images that were
 opened by hand; for videos, the times of transformers' `VideoMetadata`, and frames by hand. The
@@ -187,5 +187,5 @@ def test_what_is_refused_says_what_to_write(part, message):
 
 
 def test_the_page_lists_these_rows():
-    page = (DATA.parent / "docs" / "use.md").read_text().split("## Messages of other libraries")[1].split("\n## ")[0]
+    page = (DATA.parent / "docs" / "migrate.md").read_text().split("## Messages")[1]
     assert re.findall(r"^\| (.+?) \| `[{(]", page, re.M) == [*IMAGES, *VIDEOS, *CLIPS]
