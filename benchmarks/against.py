@@ -91,8 +91,9 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 def serve() -> None:
     """Answer each line on stdin until it is closed.
 
-    The answer to "kernel" is the kernel of the tree's towers, and to "groups" the names of all groups. The answer to a
-    group's name is its rows, and to a row's name its shortest CPU time.
+    The answer to "kernel" is the kernel of the tree's towers, the answer to "groups" is the names of
+    all groups, and the answer to a group's name is its rows. For a row's name, it is the row's
+    shortest CPU time.
     """
     from benchmarks.tower import choose_linear
 

@@ -396,7 +396,7 @@ def small(encoded: bytes, alt: str, side: int = 400) -> str:
 
 
 class Names(HTMLParser):
-    """Collects the links of a page, the things it loads, and its images without alt text."""
+    """The links of a page, the resources that it loads, and its images without alt text."""
 
     def __init__(self):
         super().__init__()

@@ -257,7 +257,7 @@ def _placeholders(function: Callable) -> Row:
 
 
 def predict(question: str, guess: Any, answer: Any) -> Board:
-    """Show a prediction beside what came out, and keep it; without one, what came out is folded."""
+    """Show a prediction next to the result, and store the prediction; without a prediction, the result is folded."""
     if guess is not None:
         _remember(question, guess)
     said = f"{question} You said {guess}; it is {answer}." if guess is not None else f"{question} It is {answer}."

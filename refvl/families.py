@@ -1,7 +1,8 @@
 """A table of model families: the encoder, processor and text model for a config.json.
 
-The parts of a row are names, "file:class" in the folders encoders/, processors/ and language/, so one answer imports
-one family. `refvl.loading` builds the parts.
+A row names its parts as "file:class" in encoders/, processors/ and language/. A part is imported
+when it is used, so a model imports only the files of its own family. `refvl.loading` builds the
+parts.
 """
 
 import re

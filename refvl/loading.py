@@ -20,7 +20,7 @@ from refvl.checks import WORDED, blame, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
 from refvl.paths import data
-from refvl.serving.linear import align_rows, choose_linear, use_onednn
+from refvl.serving.linear import choose_linear, fuse_mlps, use_onednn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
@@ -99,8 +99,8 @@ def load(
         `transformers.distributed` splits every layer among the processes of torchrun. The vision
         tower is not split; it stays on `device`.
 
-    Raises FileNotFoundError if the checkpoint is missing, and TypeError for unknown arguments. Raises ValueError for an
-    unknown family, malformed files or weights that do not fit.
+    Raises FileNotFoundError if the checkpoint is missing, TypeError for unknown arguments, and
+    ValueError for an unknown family, malformed files or weights that do not fit.
     """
     _check_arguments(path_or_id, weights, text, graphs, compile, max_cache_len, model_kwargs)
     if str(path_or_id).endswith(".json") and not os.path.isfile(str(path_or_id)):
@@ -288,7 +288,7 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
     encoder = encoder.to(dtype).to_empty(device=device).eval()
     if encoder.device.type == "cuda":
-        align_rows(encoder)
+        fuse_mlps(encoder)
     return encoder
 
 
@@ -301,7 +301,8 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """Set up a cache of fixed size, and encode an empty image, so that torch compiles the blocks."""
+    """Let the text model decode with a cache of fixed size, and compile the tower's blocks on a
+    blank image, if there is a text model and if attention is varlen."""
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
         vlm.language_model.generation_config.max_cache_len = max_cache_len

@@ -47,19 +47,21 @@ class VLM(Pipeline):
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; decoding is greedy unless the options ask for sampling or beams.
 
-        prompt: text, or messages with media anywhere in them, in the forms of docs/migrate.md. images, videos: paths,
-        PIL images, arrays, frame lists; they come before the text, images first, or fill the parts of messages that
-        have no source. max_new_tokens: None for as many as fit into the context. pruning_rate: the share of a video's
-        tokens that is dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"
-        (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the caller's text keep their
-        meaning instead of being treated as plain text. template_kwargs: variables of the chat template, such as
-        `tools` or `enable_thinking`. prefill_chunk: the number of prompt tokens to prefill at a time,
-        so only the cache grows with the prompt (`refvl.serving.long_prompts`). None prefills the whole prompt at once.
-        stream: whether to return a generator of text pieces. Closing or deleting the generator ends the generation
-        within one token.
-        generate_kwargs: options of transformers' `generate` that produce one answer in text (`num_beams`,
-        `stop_strings`, `streamer`, ...), and `seed` for sampling. A temperature of 0 means greedy decoding.
-        Errors: see `trace`.
+        prompt: text, or messages with media anywhere in them, in the forms of docs/migrate.md.
+        images, videos: paths, PIL images, arrays, frame lists; they come before the text,
+        images first, or fill the parts of messages that have no source. max_new_tokens: None
+        for as many as fit into the context. pruning_rate: the share of a video's tokens that is
+        dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"
+        (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the
+        caller's text keep their meaning instead of being treated as plain text.
+        template_kwargs: variables of the chat template, such as `tools` or `enable_thinking`.
+        prefill_chunk: the number of prompt tokens to prefill at a time, so only the cache grows
+        with the prompt (`refvl.serving.long_prompts`). None prefills the whole prompt at once.
+        stream: whether to return a generator of text pieces. Closing or deleting the generator
+        ends the generation within one token. generate_kwargs: options of transformers'
+        `generate` that produce one answer in text (`num_beams`, `stop_strings`, `streamer`,
+        ...), and `seed` for sampling. A temperature of 0 means greedy decoding. Errors: see
+        `trace`.
         """
         beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
         runs_plainly = beams == 1 and self.encoder.device.type != "meta"

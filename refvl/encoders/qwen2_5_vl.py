@@ -69,7 +69,7 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(GridMetadata):
-    """The inputs of one forward in addition to the pixels, plus windows; positions are in window order."""
+    """The inputs of a forward pass other than the pixels, including the windows; positions are in window order."""
 
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: the inverse of window_index
@@ -174,7 +174,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, segments, backend)
-        return x_NE + self.mlp(self.norm2(x_NE))
+        return self.mlp(self.norm2(x_NE), x_NE)
 
 
 class VisionAttention(nn.Module):
@@ -194,7 +194,7 @@ class VisionAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP: down(silu(gate(x)) * up(x))."""
+    """A gated MLP and its residual: residual + down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -202,8 +202,8 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size)
         self.down_proj = nn.Linear(intermediate_size, hidden_size)
 
-    def forward(self, x_NE: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_NE)) * self.up_proj(x_NE))
+    def forward(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        return residual_NE + self.down_proj(F.silu(self.gate_proj(x_NE)) * self.up_proj(x_NE))
 
 
 class PatchMerger(nn.Module):

@@ -163,9 +163,9 @@ def generate(
     int64; decode steps continue at the last position + 1 on every axis, plus an optional
     `position_shift` (B, 3). attention_mask: (B, L), 0 for left padding. options: options of
     transformers' `generate` (`max_new_tokens`, `do_sample`, ...); the default is greedy decoding.
-    They include the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack
-    features, `deepstack_embeds` (B, L, W - D; see `row_width`); or else the `past_key_values` of
-    all tokens except the last.
+    They must contain the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack
+    features, `deepstack_embeds` (B, L, W - D; see `row_width`). If the cache already holds all
+    tokens except the last, they contain its `past_key_values` instead.
     """
     if (seed := options.pop("seed", None)) is not None:
         torch.manual_seed(seed)

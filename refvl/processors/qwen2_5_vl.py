@@ -1,6 +1,7 @@
 """Qwen2.5-VL's prompts: an image or a video is one run of equal tokens between two special tokens.
 
-The prompt does not contain the times of a video; they scale the time axis of its positions.
+The prompt contains no timestamps; the seconds between frames scale the time axis of a video's
+positions instead.
 """
 
 import os

@@ -15,8 +15,8 @@ merges, unmerges and saves adapters.
 
 "served" lists the parts whose adapters vLLM 0.32 supports. Without
 `enable_tower_connector_lora=True`, vLLM silently ignores the layers of the tower and the connector.
-It accepts one adapter per request, with a rank of at most `max_lora_rank` (16). It accepts neither
-DoRA nor `modules_to_save`.
+vLLM accepts one adapter per request, with a rank of at most `max_lora_rank` (16), and neither DoRA
+nor `modules_to_save`.
 
 An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its
 quantised form in transformers. Convolutions (patch embedding, GLM's downsampling) and position

@@ -45,13 +45,13 @@ class Cut(NamedTuple):
 def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
-    medium: an image or a video, or a list of them, for which the result is a list with one map per
-    item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple of
-    frames count as videos. The run is in inference mode; for gradients, call `model.encoder`
-    (docs/train.md). blocks: the tower blocks, with -1 for the last. Then the
-    result for an item is a list with one map per block, (t, H, W, E): the states after that block,
-    patches in row-major order. Families that cut images return a list of (box, map) instead of a
-    single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a
+    medium: an image or a video, or a list of them, for which the result is a list with one map
+    per item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple
+    of frames count as videos. The run is in inference mode; for gradients, call `model.encoder`
+    (docs/train.md). blocks: the tower blocks, with -1 for the last. Then the result for an item
+    is a list with one map per block, (t, H, W, E): the states after that block, patches in
+    row-major order. Families that cut images return a list of (box, map) instead of a single
+    map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a
     slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for
     blocks that do not exist.
     """
@@ -120,8 +120,7 @@ def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[
 
 def share_weights(module: Module) -> Module:
     """Copy a module with its own submodules, hooks and configs, but with shared tensors."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    return copy.deepcopy(module, {id(x): x for x in itertools.chain(module.parameters(), module.buffers())})
 
 
 def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:

@@ -120,7 +120,7 @@ def prefill_in_chunks(
         trace.keep[here], keep = keep.tensor_split([len(here)])
         kept = trace.keep[start:stop]
         if sum(trace.chunks) + int(kept.sum()) >= limit:
-            raise ValueError(f"prompt: expected at most {limit - 1} tokens for the context of {limit}")
+            raise ValueError(f"prompt: expected at most {limit - 1} tokens in a context of {limit}, got more")
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
             kept_LW = rows_LW[kept.to(rows_LW.device)][None]

@@ -185,9 +185,8 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
 
 def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return (rank, ranks) in the group, or (0, 1) if torch.distributed is not initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    is_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(group), dist.get_world_size(group)) if is_group else (0, 1)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def answer_file(vlm: Any, file: Path, out: Path, *, common: dict, progress: bool
     answered = set()
     for number, said in _objects(out) if out.exists() else ():
         if said.keys() not in ({"id", "answer"}, {"id", "error"}):
-            raise ValueError(f"out: {out}, line {number}: expected an answer to a request; move the file away")
+            raise ValueError(f"out: {out}, line {number}: expected keys id and answer, or id and error")
         if "answer" in said:
             answered.add(said["id"])
     todo = {name: request for name, request in requests.items() if name not in answered}

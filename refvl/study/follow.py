@@ -302,9 +302,9 @@ def count_checks(function: Function, lines: range) -> str:
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
     """Split a function, without its docstring, into parts in order:
-    (False, one line) or (True, lines that only check).
+    (False, one line) or (True, lines that only check arguments).
 
-    Comments and blank lines between two lines that only check belong to the same part.
+    Comments and blank lines between two lines that only check arguments belong to the same part as these lines.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]

@@ -117,8 +117,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return the GPU's name, capability and memory, torch's architectures, and the attention of a
-    half-precision tower.
+    """Return the GPU's name, capability and memory, torch's architectures, and the attention
+    backend of a half-precision tower.
 
     Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no
     such GPU.

@@ -151,7 +151,10 @@ def figure(drawn: str, caption: str) -> str:
 
 
 def picture(pixels: np.ndarray, alt: str, *, width: int | None = None, height: int | None = None) -> str:
-    """Return (height, width, 3 or 4) uint8 as an image of the page, of this size there."""
+    """Return an HTML image of a uint8 array, (height, width, 3 or 4).
+
+    width, height: the size on the page in CSS pixels; by default, the array's, but at most WIDE.
+    """
     width = width or min(WIDE, pixels.shape[1])
     height = height or max(round(width * pixels.shape[0] / pixels.shape[1]), 1)
     size = f'width="{width}" height="{height}" style="aspect-ratio:{width}/{height}"'  # not the pixels' ratio

@@ -1,4 +1,4 @@
-"""oneDNN's linear layers, and rows of whole 16 bytes. Oracles: float64, and the same weights in torch's layers."""
+"""oneDNN's linear layers, and fused MLPs. Oracles: float64, and the same weights in torch's layers."""
 
 import copy
 import pickle
@@ -13,10 +13,9 @@ import refvl
 from refvl.encoders.qwen2_5_vl import SwiGLU
 from refvl.paths import DATA
 from refvl.serving import linear
-from refvl.serving.linear import AlignedSwiGLU, OneDnnLinear, align_rows, choose_linear, use_onednn
+from refvl.serving.linear import FusedSwiGLU, OneDnnLinear, choose_linear, fuse_mlps, use_onednn
 
 CHECKPOINTS = DATA / "checkpoints"
-SCENE = DATA / "pictures" / "scene.png"
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not linear.times_as_fast(), reason="this torch has no oneDNN")
 
@@ -123,18 +122,17 @@ def test_weights_stay_those_of_torch():
 @pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-minicpmv-4_5"])
 def test_both_halves_of_a_model_use_it(name, calls):
     """Oracle: the same checkpoint with torch's kernel: embeddings within rounding, the same answer."""
-    question, images = "What color is the circle?", [SCENE]
+    question, images = "What color is the circle?", ["scene.png"]
     plain, faster, captured = (
         refvl.load(CHECKPOINTS / name, progress=False, **options)
         for options in ({"linear": "torch"}, {"linear": "onednn"}, {"linear": "onednn", "graphs": True})
     )
     want, found = (model.trace(question, images=images) for model in (plain, faster))
-    assert calls
     for half in ("encoder", "language_model"):
         assert any(type(module) is OneDnnLinear for module in getattr(faster, half).modules())
         assert not any(isinstance(module, OneDnnLinear) for module in getattr(plain, half).modules())
     assert_agree(torch.cat(found.embeds), torch.cat(want.embeds), plain.encoder)
-    assert found.token_ids == want.token_ids
+    assert calls and found.token_ids == want.token_ids
     assert captured.chat(question, images=images) == want.text
 
 
@@ -162,32 +160,33 @@ def test_another_name_is_refused():
         refvl.load(CHECKPOINTS / "tiny-qwen2_5_vl", linear="mkl")
 
 
-def test_aligned_rows_compute_what_the_same_weights_do(monkeypatch):
+def test_a_fused_mlp_computes_what_the_same_weights_do(monkeypatch):
     """Also changed in place; copied, adapted or with gradients they are those of
     SwiGLU. Oracle: SwiGLU, in float64."""
-    torch.manual_seed(0)
     plain = SwiGLU(32, 99).double()
-    aligned, x = nn.Sequential(copy.deepcopy(plain)), torch.randn(9, 32).double()
-    align_rows(aligned)
-    mlp, used = aligned[0], []
-    assert type(mlp) is AlignedSwiGLU and mlp.down_proj.weight.stride() == (100, 1)
+    mlp, x, used = copy.deepcopy(plain), torch.randn(2, 9, 32).double(), []
+    fuse_mlps(mlp)
+    assert type(mlp) is FusedSwiGLU and mlp.down_proj.weight.stride() == (100, 1)
     assert all(torch.equal(mlp.get_parameter(name), weight) for name, weight in plain.named_parameters())
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x, run=SwiGLU.forward: used.append(self) or run(self, x))
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, *x, run=SwiGLU.forward: used.append(self) or run(self, *x))
     with torch.no_grad():
-        for layer in (plain, mlp):
-            layer.gate_proj.weight.mul_(2)
-        want = plain(x)
-        torch.testing.assert_close(mlp(x), want)
+        for weight in (*plain.parameters(), *mlp.parameters()):
+            weight.mul_(2)
+        want = plain(*x)
+        torch.testing.assert_close(mlp(*x.clone()), want)
         assert used == [plain]
-        torch.testing.assert_close(copy.deepcopy(mlp)(x), want)
-    torch.testing.assert_close(mlp(x), want)
+        torch.testing.assert_close(copy.deepcopy(mlp)(*x), want)
+    torch.testing.assert_close(mlp(*x), want)
     assert len(used) == 3
 
 
-def test_rows_are_aligned_on_a_gpu_alone_and_only_where_they_are_not():
-    """Widths of 3,420 values: 6,840 bytes in half precision, 13,680 in float32, of which 16 is a part."""
-    for dtype, kind in ((torch.bfloat16, AlignedSwiGLU), (torch.float32, SwiGLU)):
-        mlp = nn.Sequential(SwiGLU(8, 3420).to(dtype))
-        align_rows(mlp)
-        assert type(mlp[0]) is kind
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_start_at_16_bytes_and_the_added_column_is_exactly_one(dtype):
+    """Without `down_proj`, its bias comes back to the bit. On a CPU, `load` fuses nothing."""
+    mlp, x = SwiGLU(8, 3420).to(dtype), torch.randn(5, 8).to(dtype)
+    fuse_mlps(mlp)
+    assert mlp.down_proj.weight.stride() == (3424, 1)
+    mlp.down_proj.weight.zero_()
+    assert torch.equal(mlp(x, torch.zeros_like(x)), mlp.down_proj.bias.expand(5, 8))
     assert type(refvl.load(CHECKPOINTS / "tiny-qwen2_5_vl", dtype="bfloat16").encoder.blocks[0].mlp) is SwiGLU

@@ -114,7 +114,7 @@ def test_text_alone_and_a_prompt_that_is_too_long(monkeypatch):
     whole = vlm.trace("Where is the circle?", max_new_tokens=NEW_TOKENS)
     assert vlm.trace("Where is the circle?", max_new_tokens=NEW_TOKENS, prefill_chunk=3).token_ids == whole.token_ids
     monkeypatch.setattr(vlm.language_model.config, "max_position_embeddings", 40)
-    with pytest.raises(ValueError, match="prompt: expected at most 39 tokens for the context of 40"):
+    with pytest.raises(ValueError, match="prompt: expected at most 39 tokens in a context of 40"):
         vlm.chat(messages, prefill_chunk=8)
 
 
