@@ -174,7 +174,7 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two
     float32 copies of queries and keys, and a third copy with the halves of each head swapped.
     """
-    mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
+    *_, mlp = (x for x in next(iter(encoder.blocks)).children() if not isinstance(x, nn.LayerNorm | nn.RMSNorm))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
     E, size = encoder.config.num_heads * encoder.config.head_dim, encoder.dtype.itemsize
     in_mlp = (sum(widths[:-1]) + max(widths)) * size
@@ -349,7 +349,7 @@ def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixel
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if isinstance(processor.image_config, PatchConfig):
         processor.image_config = replace(processor.image_config, **changes)
-        processor.video_config = replace(processor.video_config, **changes)
+        processor.video_config = processor.video_config and replace(processor.video_config, **changes)
     elif changes:
         raise ValueError(f"{next(iter(changes))}: not supported by this family, which has no limits in pixels")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_models import HAS_5_23, NEWER, RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model
+from random_models import FAMILY_OF, RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model
 
 import refvl
 from refvl.families import CAPABILITIES, FAMILIES
@@ -128,7 +128,6 @@ ASKED: dict[str, Callable] = {  # how each is asked for, in a call that must not
     "adapters": lambda vlm: adapters.attach(vlm, pytest.importorskip("peft").LoraConfig()),
     "quantised": lambda vlm: load(RANDOM[0], quantization_config={"quant_method": "torchao"}),
 }
-FAMILY_OF = dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))
 
 
 def test_the_readme_says_what_each_release_cannot():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint, make_step3_checkpoint
-from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -33,13 +32,15 @@ CHECKPOINTS = DATA / "checkpoints"
 
 @dataclass(frozen=True)
 class Row:
-    """source: a shipped folder, or what writes a random one into a folder."""
+    """source: a shipped folder, or what writes a random one into a folder. unread: files that no setting comes from."""
 
     source: object
     takes_videos: bool = True
     has_own_template: bool = False
+    unread: tuple[str, ...] = ()
 
 
+SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 ROWS = {
     "Qwen2.5-VL": Row(CHECKPOINTS / "tiny-qwen2_5_vl"),
     "Qwen2.5-VL, random": Row(make_checkpoint),
@@ -49,17 +50,15 @@ ROWS = {
     "GLM-4.6V-Flash": Row(lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm46VProcessor")),
     "GLM-GA": Row(lambda folder: make_glm_checkpoint(folder, "glmga", "Glm46VProcessor")),
     "GLM-OCR": Row(lambda folder: make_glm_checkpoint(folder, "glm_ocr", "Glm46VProcessor")),
-    "Step3-VL": Row(CHECKPOINTS / "tiny-step3", takes_videos=False),
-    "Step3-VL, random": Row(make_step3_checkpoint, takes_videos=False),
-    **({"Step3-VL-10B": Row(MAKERS["Step3-VL-10B"], takes_videos=False)} if HAS_5_23 else {}),
-    **({"MiniCPM-V 4.7": Row(MAKERS["MiniCPM-V 4.7"])} if HAS_5_23 else {}),
-    "MiniCPM-V 2.0": Row(
-        lambda folder: make_minicpmv_checkpoint(folder, "2.0"), takes_videos=False, has_own_template=True
-    ),
-    "MiniCPM-V 2.5": Row(lambda folder: make_minicpmv_checkpoint(folder, "2.5"), takes_videos=False),
-    "MiniCPM-V 2.6": Row(lambda folder: make_minicpmv_checkpoint(folder, "2.6")),
-    "MiniCPM-V 4.0": Row(lambda folder: make_minicpmv_checkpoint(folder, "4.0")),
-    "MiniCPM-V 4.5": Row(CHECKPOINTS / "tiny-minicpmv-4_5"),
+    "Step3-VL": Row(CHECKPOINTS / "tiny-step3", takes_videos=False, unread=SETTINGS),
+    "Step3-VL, random": Row(make_step3_checkpoint, takes_videos=False, unread=SETTINGS),
+    **({"Step3-VL-10B": Row(MAKERS["Step3-VL-10B"], takes_videos=False, unread=SETTINGS)} if HAS_5_23 else {}),
+    **({"MiniCPM-V 4.7": Row(MAKERS["MiniCPM-V 4.7"], unread=SETTINGS[1:2])} if HAS_5_23 else {}),
+    "MiniCPM-V 2.0": Row(MAKERS["MiniCPM-V 2.0"], takes_videos=False, has_own_template=True, unread=SETTINGS[1:]),
+    "MiniCPM-V 2.5": Row(MAKERS["MiniCPM-V 2.5"], takes_videos=False, unread=SETTINGS[1:]),
+    "MiniCPM-V 2.6": Row(MAKERS["MiniCPM-V 2.6"], unread=SETTINGS[1:2]),
+    "MiniCPM-V 4.0": Row(MAKERS["MiniCPM-V 4.0"], unread=SETTINGS[1:2]),
+    "MiniCPM-V 4.5": Row(CHECKPOINTS / "tiny-minicpmv-4_5", unread=SETTINGS[1:2]),
 }
 WITH_VIDEOS = [name for name, row in ROWS.items() if row.takes_videos]
 RELEASED = sorted(path.stem for path in (DATA / "configs").glob("*.json"))
@@ -343,16 +342,6 @@ JSON_FILES = (
 )  # fmt: skip
 
 
-def is_read(file: str, name: str) -> bool:
-    """Whether a family's processor reads a file: Step3 has its settings in
-    config.json, early MiniCPM-V no videos."""
-    if file.startswith(("tokenizer", "chat")) or not name.startswith(("Step3", "MiniCPM")):
-        return True
-    unread = {"processor_config.json"} if name != "MiniCPM-V 4.6" else set()
-    unread |= {"preprocessor_config.json", "video_preprocessor_config.json"} if name.startswith("Step3") else set()
-    return file not in unread | ({"video_preprocessor_config.json"} if name.endswith((" 2.0", " 2.5")) else set())
-
-
 DAMAGED = [*itertools.product(JSON_FILES, ("[]", '{"a": ', "\xff")), ("chat_template.jinja", "\xff")]
 
 
@@ -364,7 +353,7 @@ def test_damaged_files_are_named(parts, name, file, content, tmp_path):
     config = families.read_config(folder)
     (folder / file).write_bytes(content.encode("latin-1"))
     message = rf"{file}(: expected a JSON object| is not valid JSON)|tokenizer .* cannot be read"
-    with pytest.raises(ValueError, match=message) if is_read(file, name) else nullcontext():
+    with pytest.raises(ValueError, match=message) if file not in ROWS[name].unread else nullcontext():
         families.load_processor(folder, config)
 
 

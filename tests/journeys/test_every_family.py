@@ -115,7 +115,7 @@ def test_every_weight_is_needed_and_none_is_unknown(name, tmp_path):
 
     for key in (tower, text):
         extra = key.split(".")[0] + ".extra.weight"
-        refused({n: t for n, t in weights.items() if n != key}, r"missing \(1\): .*norm.*weight")
+        refused({n: t for n, t in weights.items() if n != key}, r"missing \(1\): .*(norm|ln_).*weight")
         refused(weights | {extra: torch.ones(2)}, r"unexpected \(1\): .*extra")
         refused(weights | {key: torch.ones(7)}, r"(misshapen|mismatched) \(1\).*(norm|ln_).*weight")
 

@@ -145,6 +145,14 @@ def cli_model(name: str):
     return vlm
 
 
+def test_a_family_without_videos_may_have_limits_on_pixels():
+    """Its `video_config` is None."""
+    processor = planner(TINY / "tiny-qwen2_5_vl").processor
+    processor.video_config = None
+    set_pixel_limits(processor, max_pixels=60_000)
+    assert (processor.image_config.max_pixels, processor.video_config) == (60_000, None)
+
+
 def test_a_small_picture_is_enlarged_and_the_step_says_so():
     """By hand: 84 x 84 px grow to 5 x 5 tokens, the least above 20,000 px, and GLM counts each
     frame twice."""
