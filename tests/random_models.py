@@ -22,7 +22,7 @@ from checkpoint_factory_minicpmv import VERSIONS, make_minicpmv_checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import refvl
-from refvl.families import FAMILIES
+from refvl.families import FAMILIES, Family
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "Qwen2.5-VL": make_checkpoint,
@@ -57,9 +57,13 @@ if HAS_5_23:
 RANDOM = ["Qwen2.5-VL", "qwen3_vl", "qwen3_5", "GLM-4.1V", "GLM-4.6V", *MORE, "GLM-OCR", "Step3-VL"]
 RANDOM += ["Step3-VL-10B", "Step-3.7", *(f"MiniCPM-V {version}" for version in (*VERSIONS, "4.6", "4.7"))]
 RANDOM = [name for name in RANDOM if HAS_5_23 or name not in NEWER]
-FAMILY_OF = dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))
 WITH_PATHS = ("Step3-VL", "Step3-VL-10B", "Step-3.7")  # graphs of crops and overviews
 WITHOUT_VIDEOS = ("MiniCPM-V 2.0", "MiniCPM-V 2.5", *WITH_PATHS)
+
+
+def rows() -> dict[str, Family]:
+    """The row of each name in `RANDOM`."""
+    return dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))
 
 
 def load(folder: Path, **options) -> refvl.VLM:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_models import FAMILY_OF, RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model
+from random_models import RANDOM, WITHOUT_VIDEOS, integers, random_folder, random_model, rows
 
 import refvl
 from refvl.families import CAPABILITIES, FAMILIES
@@ -149,7 +149,7 @@ def test_the_readme_says_what_each_release_cannot():
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_yes_is_the_plain_answer_and_a_no_is_refused(name, capability, monkeypatch):
     vlm = random_model(name)
-    assert vlm.family is FAMILY_OF[name]
+    assert vlm.family is rows()[name]
     if vlm.family.can[capability]:
         monkeypatch.setattr(vlm.language_model.generation_config, "eos_token_id", None)
         PROOFS[capability](name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_agree, assert_logits_agree
-from random_models import FAMILY_OF, RANDOM, load, random_folder, random_model
+from random_models import load, random_folder, random_model, rows
 
 import refvl
 from refvl.paths import DATA
@@ -23,7 +23,7 @@ def ask(vlm, **media):
 
 
 @pytest.mark.parametrize("rule", ["evs", "vidcom2"])
-@pytest.mark.parametrize("name", [name for name in RANDOM if FAMILY_OF[name].can["pruning"]])
+@pytest.mark.parametrize("name", [name for name, row in rows().items() if row.can["pruning"]])
 def test_pruned_prompts_are_those_without_graphs(name, rule):
     """Oracle: the run without graphs."""
     eager, graphed = random_model(name), load(random_folder(name), graphs={"max_budget": 128})
