@@ -1,9 +1,10 @@
 """Compare the CPU benchmarks of this tree and of other commits in one run: `python -m benchmarks.against COMMIT ...`.
 
-Each commit is checked out into a separate folder. Its own process measures every row of `bench tower` and `bench
-performance` with its own `benchmarks`. For each row the processes alternate, so a busy machine slows all of them. The
-time of a row in a round is the shortest of several calls. Its ratio is this tree's CPU time divided by the commit's, as
-the median over the rounds. With --write the results are written to data/measurements/against_cpu.json.
+Each commit is checked out into a separate folder. Its own process measures every row of `bench tower` and
+`bench performance` with its own `benchmarks`. For each row the processes alternate, so a busy machine slows all
+of them. The time of a row in a round is the shortest of several calls. The ratio of a row is this tree's CPU
+time divided by the commit's, as the median over the rounds. With --write the results are written to
+data/measurements/against_cpu.json.
 """
 
 import json
@@ -34,7 +35,7 @@ ANSWER = "measured: "  # the prefix of answers, which sets them apart from lines
 
 
 def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
-    """Return the calls that the two benchmarks of the tree on `sys.path` time: by row, in groups built on demand."""
+    """Return the calls timed by the two benchmarks of the tree on `sys.path`: by row, in groups built on demand."""
     from benchmarks import performance, tower
 
     performance.side_by_side = lambda ways, repeats: ways  # return the calls instead of their times
@@ -91,9 +92,9 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 def serve() -> None:
     """Answer each line on stdin until it is closed.
 
-    The answer to "kernel" is the kernel of the tree's towers, the answer to "groups" is the names of
-    all groups, and the answer to a group's name is its rows. For a row's name, it is the row's
-    shortest CPU time.
+    The answer to "kernel" is the kernel of the tree's towers, the answer to "groups" is the names of all
+    groups, and the answer to a group's name is its rows. For a row's name, the answer is the row's shortest CPU
+    time.
     """
     from benchmarks.tower import choose_linear
 

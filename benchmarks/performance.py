@@ -2,9 +2,9 @@
 
 Everything is measured in CPU time on one thread, with interleaved calls:
 
-- the best matmul and copy of this machine
+- this machine's peak rates: its fastest matmul and copy
 - linear layers by kernel, and the speed-up of a prefill
-- the tower, with its counted operations and bytes, to compare with that best
+- the tower, with its counted operations and bytes, to compare with the peak rates
 - pixels to patch rows, next to transformers' Pillow processor
 - decoding with a cache of fixed size
 - the stages of whole answers
@@ -209,12 +209,14 @@ def measure_towers(repeats: int) -> list[dict]:
 
 
 def rows_of_image(image: Image.Image, config: PatchConfig) -> torch.Tensor:
-    """Run `patchify_image` without `load_image`, which transformers' processor does not do either."""
+    """Run `patchify_image` without `load_image`, because transformers' processor does not load images either."""
     return levels_of_image(image, config)[0].normalize()
 
 
 def measure_pixels(repeats: int) -> list[dict]:
-    """Time the way from an image in memory to patch rows in transformers and refvl, after a check for equal bits."""
+    """Time transformers and refvl from an image in memory to patch rows, after a check that the rows are
+    bit-identical.
+    """
     config = PatchConfig(max_pixels=2**24)
     theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels})
     rows = []
@@ -292,7 +294,7 @@ def measure_stages(repeats: int) -> list[dict]:
 
 
 def measure_start(repeats: int) -> dict[str, float]:
-    """Return the median CPU time of fresh processes, imports included."""
+    """Return the median CPU time of fresh processes, including imports."""
 
     def seconds(code: str) -> float:
         code += "\nimport time\nprint(time.process_time())"

@@ -112,7 +112,7 @@ def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: floa
 def ask(name: str, q: float, count: int) -> list[dict]:
     """Run a family's requests at a pruning rate; return one row per kind: how many agree, and the largest differences.
 
-    vLLM has positions of its own if it prunes; see `refvl.study.releases`.
+    If vLLM prunes, its positions differ from refvl's; see `refvl.study.releases`.
     """
     from vllm import SamplingParams
 
@@ -136,7 +136,7 @@ def ask(name: str, q: float, count: int) -> list[dict]:
 
 
 def alone(function: Callable, *arguments) -> list[dict]:
-    """Return the result of a function that runs in a separate process, because an engine ends only with its process."""
+    """Run a function in a separate process, because an engine ends only with its process; return the result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 

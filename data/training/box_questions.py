@@ -32,7 +32,7 @@ def folder_of(name: str) -> Path:
 def draw_scene(split: str, index: int) -> scenes.Scene:
     """Draw image number `index` of a split: wide and tall ones alternate, so every second image has the same grid.
 
-    It is the image of that number in `scenes.draw_scene`, with a different size and different places, so the same
+    The scene is number `index` of `scenes.draw_scene`, with a different size and different places, so the same
     scenes are held out.
     """
     rng = np.random.default_rng([scenes.SEED, scenes.SPLITS[split], index, 11])

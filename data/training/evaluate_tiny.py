@@ -1,9 +1,10 @@
 """Measure a tiny model's accuracy through the public path: `python -m data.training.evaluate_tiny --model qwen2_5_vl`.
 
-Scenes of the held-out split "test" go through `refvl.load(folder)`: preprocessing, tower, pruning, prompt, greedy
-decoding, text. An answer counts as correct only if its text is exactly the expected one. Some kinds of questions are
-asked again after a change of the input (positions, timestamps, temporal ids, or the order of slices), and the answer
-has to change with it. Some questions are spelt differently, are about things that do not exist, or are off topic.
+Scenes of the held-out split "test" go through `refvl.load(folder)`: preprocessing, tower, pruning, prompt,
+greedy decoding, text. An answer counts as correct only if its text is exactly the expected one. Some kinds of
+questions are asked again after a change of the input (positions, timestamps, temporal ids, or the order of
+slices), and the answer has to follow the change. Some questions are spelt differently, are about things that do
+not exist, or are off topic.
 
 Every kind has a goal (`KINDS`); the command exits with an error if one is missed. `--write` saves the shares as JSON.
 """
@@ -73,7 +74,9 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is correct; off topic, a sentence that ends with what to ask, or denies an object."""
+        """Whether the answer is correct: to an off-topic input, one that ends with the help text or denies an
+        object.
+        """
         if self.question.kind == "everyday":
             return self.said.endswith(self.question.answer) or self.said.startswith("There is no ")
         return self.said == self.question.answer
@@ -165,7 +168,9 @@ def _missing(kind: str, split: str, index: int, *, clips: bool) -> Request:
 
 
 def _beside_the_point(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
-    """Ask one of the held-out sentences about an image, a video, or nothing; after the last one they begin again."""
+    """Ask one of the held-out sentences about an image, a video, or nothing; after the last one, the list
+    starts again.
+    """
     text = everyday.held_out()[index % len(everyday.held_out())]
     scene = scenes.draw_scene(split, index, clip=clips and bool(index % 2))
     media = {} if kind.endswith("no image") else media_of(scene)
@@ -181,7 +186,7 @@ def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
 
 
 def _mirrored(scene: scenes.Scene, split: str, index: int) -> scenes.Question | None:
-    """Draw a question about an object off the diagonal, answered by its mirrored place."""
+    """Draw a question about an object off the diagonal, whose expected answer is the mirrored place."""
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if scenes.TRANSPOSED[place] == place:
@@ -231,7 +236,7 @@ def _relation(kind: str, split: str, index: int) -> Request | None:
 
 
 def _relation_changed(kind: str, split: str, index: int) -> Request | None:
-    """Draw a question that has a different answer if the tower is told of other coordinates, or of other windows."""
+    """Draw a question that has a different answer if the tower is given different coordinates or windows."""
     request, scene = _relation(kind.split(",")[0], split, index), scenes.draw_scene(split, index)
     seen = relations.TRANSPOSED if kind == NEIGHBOURS_EXCHANGED else relations.OTHER_WINDOWS
     answer = request and relations.answer_to(request.question.text, scene, seen)
@@ -245,7 +250,7 @@ def _relation_changed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _resized(kind: str, split: str, index: int) -> Request | None:
-    """Draw a scene, resized to one of `SIZES`, which alternate."""
+    """Draw a scene, resized to each of `SIZES` in turn."""
     scene = scenes.draw_scene(split, index)
     image = Image.fromarray(scenes.render(scene)).resize(SIZES[index % len(SIZES)], Image.Resampling.BICUBIC)
     return _request(index, _pick(scene, "color", split, index), {"images": [image]})
@@ -294,7 +299,7 @@ def exchange_places(trace: Trace, order: Sequence[int]) -> Trace:
 
 
 def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
-    """Draw a video whose frames have held-out times that do not follow their order; see `EXCHANGES`."""
+    """Draw a video whose held-out times do not follow the order of its frames; see `EXCHANGES`."""
     frames, how = EXCHANGES[kind]
     times = draw_times(len(frames), PACKING, _rng(split, index), how=how, held_out=True)
     scene = scenes.draw_scene(split, index, clip=True)
@@ -362,7 +367,7 @@ UNTRAINED = {  # changes of a question's media that no training showed; they hav
 class Kind(NamedTuple):
     """A kind of question: a function that draws one, the goal, and the families that are asked.
 
-    least, most: the share of correct answers.
+    least, most: the bounds of the share of correct answers.
     """
 
     make: Callable[..., Request | None]

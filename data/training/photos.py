@@ -1,7 +1,7 @@
 """Random crops of the shipped photographs and video, which the tiny models memorise.
 
-There are only five photographs and one video, so the models learn to recognise these and learn nothing about cats in
-general.
+There are only five photographs and one video, so the models learn to recognise these media, but learn nothing
+about cats in general.
 """
 
 from functools import cache

@@ -1,12 +1,12 @@
-"""Questions whose answers depend on the tower's coordinates and windows, and what the tower is told instead.
+"""Questions whose answers depend on the tower's coordinates and windows, and false coordinates and windows for it.
 
-Rotary angles encode only how far apart two patches are, and windows only which tokens are together. So questions about
-single objects need neither. There are two kinds that do:
+Rotary angles encode only how far apart two patches are, and windows only which tokens are together. So
+questions about single objects need neither. Two kinds of questions need them:
 
 - "What is right of the red circle?" The answer is the object in the next cell, or "no object".
 - "What is with the red circle?" The answer is the only other object in its window.
 
-A tower with a position table should read neighbours from it, another one from rotary angles.
+A tower with a position table should use the table to find neighbours; a tower without one should use rotary angles.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ KINDS = ("neighbour", "window")
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the tower is told of the nine tokens: token i has the row and column of place coordinates[i], and stands in
-    the windows where token windows[i] of an unchanged image stands.
+    """The coordinates and windows that the tower is given for the nine tokens. Token i has the row and column
+    of place coordinates[i], and takes the position in the windows that token windows[i] has in an unchanged
+    image.
     """
 
     coordinates: np.ndarray
@@ -50,14 +51,14 @@ class Arrangement:
             return exchange_vectors(plan, np.add.outer(4 * self.coordinates, range(4)).flatten())
         at, block = plan.window_index, len(plan.positions) // len(plan.window_index)
         order = torch.as_tensor(self.coordinates)
-        members = torch.as_tensor(np.argsort(self.windows))  # the token that stands where each token stood
+        members = torch.as_tensor(np.argsort(self.windows))  # the token that takes each token's position
         positions = plan.positions.unflatten(0, (-1, block))[plan.reverse_index].unflatten(0, (-1, CELLS))
         at = at - at % CELLS + members[at % CELLS]
         positions = positions[:, order].flatten(0, 1)[at].flatten(0, 1)
         return replace(plan, positions=positions, window_index=at, reverse_index=at.argsort())
 
     def neighbour(self, cell: int, way: str) -> int | None:
-        """Return the cell whose coordinates are those of the next cell in this direction, None at the edge."""
+        """Return the cell whose coordinates are those of the next cell in this direction, or None at the edge."""
         row, column = divmod(int(self.coordinates[cell]), 3)
         row, column = row + WAYS[way][0], column + WAYS[way][1]
         inside = 0 <= row < 3 and 0 <= column < 3
@@ -86,7 +87,7 @@ def kinds_of(family: Any) -> tuple[str, ...]:
 
 
 def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:
-    """Return the questions about neighbours and windows: those about no object are marked by their answer."""
+    """Return the questions about neighbours and windows; the answer to some of them is "no object"."""
     at, found = {thing.place: thing for thing in scene.things}, []
     name = lambda thing: f"{thing.color} {thing.shape}"  # noqa: E731
     for cell, thing in at.items():
@@ -102,7 +103,7 @@ def questions(scene: scenes.Scene, seen: Arrangement) -> list[scenes.Question]:
 
 
 def answer_to(text: str, scene: scenes.Scene, seen: Arrangement) -> str | None:
-    """Return the answer to a question under a different arrangement; None if it has none there."""
+    """Return the answer to a question under a different arrangement, or None if the question has no answer there."""
     return next((question.answer for question in questions(scene, seen) if question.text == text), None)
 
 

@@ -67,8 +67,9 @@ class Thing:
 class Scene:
     """Objects on a background.
 
-    In a video the first object moves `distance` px in `direction` after two frames, or changes into `becomes` between
-    the two frames of temporal patch `step`; `seconds` are the timestamps of the patches.
+    In a video, the first object moves `distance` px in `direction` after two frames, or it changes into
+    `becomes` between the two frames of temporal patch `step`. The `seconds` are the timestamps of the temporal
+    patches.
     """
 
     things: tuple[Thing, ...]
@@ -117,7 +118,9 @@ def draw_scene(
 
 
 def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), alike: bool = False) -> Scene:
-    """Draw video number `index` of a split, in which the first object changes its colour, and its steps' timestamps."""
+    """Draw video number `index` of a split, in which the first object changes its colour, with unpredictable
+    timestamps.
+    """
     scene_rng(split, index)  # refuses unknown splits
     rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
     scene = _draw(rng, False, objects, alike)
@@ -300,7 +303,7 @@ def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
 
 
 def slice_labels(scene: Scene, order) -> np.ndarray:
-    """Return (36, 3) int64: the labels of an image's four slices, nine tokens each; the quarter order[i] is slice i.
+    """Return (36, 3) int64: the labels of an image's four slices, nine tokens each; slice i shows the quarter order[i].
 
     An object in a corner is whole in one slice, and labels that slice's middle token; other objects are cut.
     """

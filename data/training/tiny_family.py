@@ -1,4 +1,4 @@
-"""The tiny models, apart from training: one class per family, with what its prompts and its tower do to a media item.
+"""The tiny models, apart from training: one class per family, which describes its prompts and its tower.
 
 Sizes, tokenizer, chat template and pixel limits are the files of the shipped folder, in the layout and under the names
 of the released checkpoints. Training reads them there and writes only weights. The training and evaluation scripts
@@ -45,9 +45,9 @@ from refvl.processors.minicpmv_video import TENTHS
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)  # Qwen3-VL's mean and standard deviation of every channel
 DEFAULT = "qwen2_5_vl"
-VARIANTS = ("glm4v_table",)  # families that differ from another one only in their training
+VARIANTS = ("glm4v_table",)  # each differs from a different family only in its training
 NAMES_IN_MODEL = {r"^model\.": "model.language_model.", r"^visual\.": "model.visual."}
-REFINING = {  # in the recipes of all families, whose training continued from earlier weights
+REFINING = {  # settings in the recipes of all families; their training continued from earlier weights
     "warmup": 30, "pictures": 12, "picture_batches": 2, "asides": 2, "photos": 4, "measure_on": 96,
     "measure_every": 200,
 }  # fmt: skip
@@ -72,14 +72,14 @@ class TinyFamily:
     sliced: bool = False  # whether an image becomes an overview and slices, whose order indicates locations
     reads_places: bool = False  # whether the language model should read a token's location in an image from positions
     moves_with_token: tuple[int, ...] = (0,)  # columns next to a place's token whose positions are exchanged with it
-    reads_canvas: bool = False  # ... if places are given to whole slices
-    reads_steps: bool = False  # ... and the time of each step in a video
-    reads_table: bool = False  # whether the tower should read it from its position table instead
+    reads_canvas: bool = False  # whether positions indicate the location of a whole slice
+    reads_steps: bool = False  # whether it should also read the time of each step in a video
+    reads_table: bool = False  # whether the tower should read locations from its position table instead
     reads_neighbours: bool = False  # whether answers depend on the coordinates of the tower's tokens; see `relations`
-    reads_windows: bool = False  # ... and on which tokens share a window
+    reads_windows: bool = False  # whether answers also depend on which tokens share a window
     spells_seconds: bool = False  # whether timestamps are spelt digit by digit, so prompts differ in length
     packing: int = 0  # the number of a video's frames that share tokens and have temporal ids; 0: none do
-    prunable: bool = True  # videos by EVS
+    prunable: bool = True  # whether EVS can prune its videos
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ()  # parts of names of matrices that do not suit Muon, apart from embedding and head
 
@@ -203,7 +203,7 @@ class TinyFamily:
         return [span.offset + span.num_tokens for span in spans]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
-        """(3, length) int64."""
+        """Return the positions of all tokens, (3, length) int64."""
         return get_mrope_input_positions(length, spans)[0]
 
     def deeper_features(self, deeper_BLW: Tensor) -> dict:
@@ -273,9 +273,9 @@ class TinyQwen2_5_VL(TinyFamily):
 class TinyQwen3VL(SampledTable):
     """Each step of a video is preceded by its timestamp, to a tenth of a second and split into digits.
 
-    So <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the first token that can
-    attend to both the timestamp and the event. A budget of 9 to 16 merged tokens of 32 x 32 px per image, and per frame
-    of a video of ten, turns a scene of 84 x 84 px into 96 x 96.
+    So <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the first token
+    that can attend to both the timestamp and the event. The budget is 9 to 16 merged tokens of 32 x 32 px per
+    image, and per frame of a video of ten frames. It turns a scene of 84 x 84 px into 96 x 96 px.
     """
 
     name = "qwen3_vl"
@@ -329,7 +329,8 @@ class TinyQwen3VL(SampledTable):
     ) -> tuple[list[int], list[MediaSpan]]:
         """Return ids in which each step of a video is an image of its own after its timestamp, and their spans.
 
-        Its separators replace the template's. The timestamp of two frames, half a second apart, is their mean time.
+        The separators of these images replace those of the template. The timestamp of two frames, half a second
+        apart, is their mean time.
         """
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
@@ -345,8 +346,8 @@ class TinyQwen3VL(SampledTable):
 class TinyGlm4v(SampledTable):
     """Each step of a video is followed by its timestamp, and the model learns to answer when an event happened.
 
-    Budgets count all frames, and an image counts as two: 9 to 18 merged tokens per image, and 9 to 16 per frame of a
-    video of ten. A scene of up to 17 frames keeps its size.
+    Budgets count all frames, and an image counts as two frames: 9 to 18 merged tokens per image, and 9 to 16
+    per frame of a video of ten frames. A scene of up to 17 frames keeps its size.
     """
 
     name = "glm4v"
@@ -395,9 +396,9 @@ class TinyGlm4v(SampledTable):
 class TinyGlm4vTable(TinyGlm4v):
     """The GLM-4.1V whose tower has to read its position table.
 
-    Its training began with weights of `tiny-glm4v`, which reads places from M-RoPE, and with a new table. It continued
-    with exchanged vectors of the table and with scenes of other sizes: see `train_tiny.py`, 8 and 10. Apart from the
-    weights, both folders are the same.
+    Its training began with weights of `tiny-glm4v`, which reads places from M-RoPE, and with a new table. It
+    continued with exchanged vectors of the table and with scenes of other sizes: see points 8 and 10 of
+    `train_tiny.py`. Apart from the weights, both folders are the same.
     """
 
     name, release = "glm4v_table", "glm4v-table"
@@ -409,7 +410,9 @@ class TinyGlm4vTable(TinyGlm4v):
     }  # fmt: skip
 
     def init_weights(self, model: nn.Module) -> None:
-        """Patches are normalised before the table is added; a table as small as other matrices would have no effect."""
+        """Enlarge the table, because patches are normalised before it is added; a table as small as other
+        matrices has no effect.
+        """
         super().init_weights(model)
         table = model.visual.embeddings["position_embedding"].weight
         nn.init.normal_(table, generator=torch.Generator().manual_seed(7))
@@ -490,7 +493,7 @@ class TinyMiniCPMV(Sliced, IndexPositions):
         return -(-shape[1] // self.packing), shape[2] // self.patch, shape[3] // self.patch
 
     def cells(self, shape) -> tuple[int, int]:
-        """Each of the nine queries reads one place of the overview, whatever its size."""
+        """Return 3 x 3: each of the nine queries reads one place of the overview, whatever the overview's size."""
         return 3, 3
 
     def plan(self, tower, layouts: list, kept: dict):
@@ -583,7 +586,7 @@ class TinyMiniCPMV4_7(Sliced):
 
 
 class TinyStep3(IndexPositions):
-    """It reads pages (`pages.py`), whose letters are too small for the overview; see `train_step3.py`.
+    """The family reads pages (`pages.py`), whose letters are too small for the overview; see `train_step3.py`.
 
     enable_crops: False for prompts that contain only the overview. config.json sets `crop_size` and `max_side`, because
         they differ from the released ones.

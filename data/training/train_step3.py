@@ -1,9 +1,10 @@
 """Train the tiny Step3-VL that ships with refvl: `python -m data.training.train_step3`.
 
-Every step asks the same kinds of questions about its pages twice, with crops and without. So lack of training cannot be
-the reason if the model fails without crops. As in `train_tiny.py`, the tower learns first, with a linear probe that
-predicts letter and colour in each crop, and colour in each quarter of the overview. Then the language model joins.
-Questions have several spellings, and some have no answer on the page (see `everyday.py`).
+Every step asks the same kinds of questions about its pages twice, with crops and without. So lack of training
+cannot be the reason if the model fails without crops. As in `train_tiny.py`, the tower learns first, with a
+linear probe that predicts letter and colour in each crop, and the colour in each quarter of the overview. Then
+the language model joins. Questions have several spellings, and some have no answer on the page (see
+`everyday.py`).
 """
 
 import argparse

@@ -6,55 +6,61 @@ With the following methods, a model of 1.4 million parameters learns this in min
    names shape, colour, movement and place of every cell. Nine labels per image teach more than one answered question.
    Then the language model joins; the probe remains a small part of the loss and is not part of the checkpoint.
 2. **Questions share a scene, but not each other.** See `tiny_model.py`.
-3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without such scenes,
-   the second word of "bottom left" is guessed from whatever else is in the bottom row. Place stayed at 85 % for as
-   long as we looked, and rose to 98 % within 300 steps of confusing scenes.
+3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without such
+   scenes, the second word of "bottom left" is guessed from whatever else is in the bottom row. The share of
+   correct places stayed at 85 % for as long as we looked, and rose to 98 % within 300 steps of confusing
+   scenes.
 
-A model whose prompts contain timestamps (`scenes.draw_change`) needs two more:
+A model whose prompts contain timestamps (`scenes.draw_change`) needs two more methods:
 
-4. **Timestamp tokens know what happened.** A second probe, on the states of these tokens before the last layer,
-   names the movement in the step before them.
-5. **A video is shown four times, each time with different timestamps.** To answer "when", the model has to find the
-    step and repeat its timestamp. Repeating any number takes many numbers in training, and pixels are what costs time.
+4. **Timestamp tokens learn what happened.** A second probe, on the states of these tokens before the last
+   layer, names the movement in the step before them.
+5. **A video is shown four times, each time with different timestamps.** To answer "when", the model has to find
+    the step and repeat its timestamp. To learn to repeat any number, it needs many numbers, but most of the
+    time of training goes into pixels.
 
-If timestamps are spelt digit by digit before a frame (Qwen3-VL), the token after the frame is used, and a probe also
-asks it for the timestamp.
+If timestamps are spelt digit by digit before a frame (Qwen3-VL), the probe reads the token after the frame
+instead, and also predicts the timestamp from this token.
 
-With neither, 30 % of the answers were correct after 2,500 steps. With the probe, it was 83 % after 1,700; with both,
-helper questions for the first and last timestamp, and 30 seconds instead of 40, it was 83 % after 700.
+With neither, 30 % of the answers were correct after 2,500 steps. With the probe, 83 % were correct after 1,700
+steps. With both methods, helper questions for the first and last timestamp, and 30 seconds instead of 40, 83 %
+were correct after 700 steps.
 
 A model reads an input only if nothing else contains the same information:
 
-6. **Positions are shuffled.** In most batches of images the nine tokens exchange their places, and the questions
-   follow the positions. In half of the videos the steps' times run backwards, and the opposite direction is the answer.
-   The probe does not ask for the place, because otherwise the tower would learn to encode it. Another probe, in the
-   last layer, asks each token for the place or the step that its position indicates. Without it, the direction of a
-   motion remained a guess for 1,600 steps.
-7. **Slices are shuffled, and temporal ids are reversed or exchanged.** An object in a corner, which is whole in one of
-   MiniCPM-V's slices, is at the location of that slice. Times run backwards throughout in 35 % of the videos, run
-   backwards within each pack in 15 %, and are exchanged between packs in 10 %. A probe on the separator after each pack
-   asks what happened in that pack. Time enters only the resampler's keys, so only the order of times *inside* a pack
-   can be read, if its frames differ. Directions are learned last: when nearly everything else was correct, 50 to 70 %
-   of them were. So this family has as many videos as images in a step, and its questions about images are mostly about
-   places. With 14 images, 6 videos and five questions, training took a third more time; with 8 and 9, and questions as
-   in other families, answers about exchanged slices stayed at 94 %.
-8. **Or the position table is shuffled.** A second GLM (`glm4v_table`) learns to read places from its table. In most
-   batches of images the vectors of the tokens are exchanged, and the questions and the first probe, which then asks for
-   the place again, follow the table. M-RoPE does not change. At the start, the table's values are as large as the
-   patches to which it is added.
-9. **Some questions need the tower's coordinates and windows** (`relations.py`). In most batches of images the nine
-   tokens exchange their rows and columns in the tower, by rotary angles or by vectors of its table. The answer to
-   "What is right of the red circle?" follows this exchange. The language model's positions are exchanged separately,
-   so it cannot find the neighbour. For "What is with the red circle?", the windows contain other tokens. A probe asks
-   every token for its four neighbours, and for the others in its window.
-10. **Scenes are resized**: six in ten batches of images and a quarter of the videos, to sides of 56
-   to 168 px and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, a token
-   contains parts of several cells, so another probe asks for the object at each of its four patches, and positions are
-   mirrored or transposed instead of exchanged. Every number of rows and columns is equally frequent: with evenly drawn
-   sizes, 65 % of the colours at 168 x 84 px were correct after 2,000 steps; with these, 92 % after 1,000 more.
-   In the last part of MiniCPM-V 4.7's training, half of the resized batches have four slices (`few`): 98 % instead of
-   93 % at 56 px. GLM's budget first left 168 x 84 px 5 x 2 tokens, and 92 to 94 % whatever the training; with 6 x 3,
-   100 %.
+6. **Positions are shuffled.** In most batches of images the nine tokens exchange their places, and the
+   questions follow the positions. In half of the videos, the steps' times run backwards, and the correct answer
+   is the opposite direction. The probe does not ask for the place, because otherwise the tower would learn to
+   encode it. A second probe, in the last layer, predicts from each token the place or the step that the token's
+   position indicates. Without this probe, the direction of a motion remained a guess for 1,600 steps.
+7. **Slices are shuffled, and temporal ids are reversed or exchanged.** An object in a corner, which is whole in one
+   of MiniCPM-V's slices, is at the location of that slice. Of the videos, 35 % have reversed times,
+   15 % have times reversed within each pack, and up to 10 % have exchanged packs. A probe on the separator after each
+   pack predicts what happened in the pack. Time enters only the resampler's keys, so only the order of times
+   *inside* a pack can be read, if the pack's frames differ. Directions are learned last: when nearly all other
+   answers were correct, only 50 to 70 % of the directions were. So this family has as many videos as images in
+   a step, and its questions about images are mostly about places. With 14 images, 6 videos and five questions
+   each, training took a third more time. With 8 images, 9 videos and the questions of other families, only 94 %
+   of the answers about exchanged slices were correct.
+8. **Position tables are shuffled.** A second GLM (`glm4v_table`) learns to read places from its table. In most
+   batches of images, the tokens exchange their vectors, and the questions follow the table. The first probe
+   also follows the table; in this model, it predicts the place. M-RoPE does not change. At the start, the
+   table's values are as large as the patches to which it is added.
+9. **Some questions need the tower's coordinates and windows** (`relations.py`). In most batches of images the
+   nine tokens exchange their rows and columns in the tower, by rotary angles or by vectors of the tower's
+   table. The answer to "What is right of the red circle?" follows this exchange. The language model's positions
+   are exchanged separately, so it cannot find the neighbour. For "What is with the red circle?", the windows
+   contain other tokens. A probe predicts from every token its four neighbours, and the other tokens in its
+   window.
+10. **Scenes are resized**: six in ten batches of images and a quarter of the videos, to sides of 56 to 168 px
+   and ratios of 1:2 to 2:1. The checkpoint's preprocessor files then determine the final size. If there are not
+   nine tokens, a token contains parts of several cells, so a further probe predicts the object at each of the
+   token's four patches. Positions are then mirrored or transposed instead of exchanged. Every number of rows
+   and columns is equally frequent. With evenly drawn sizes, 65 % of the colours at 168 x 84 px were correct
+   after 2,000 steps; after 1,000 more steps with equally frequent numbers, 92 % were correct. In the last part
+   of MiniCPM-V 4.7's training, half of the resized batches have four slices (`few`). At 56 px, 98 % of the
+   answers were then correct, instead of 93 %. GLM's budget first allowed 5 x 2 tokens at 168 x 84 px, and 92 to
+   94 % were correct whatever the training; with 6 x 3 tokens, 100 % were correct.
 11. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
     exist.
 """
@@ -90,7 +96,7 @@ RESIZED = {"picture": 0.6, "motion": 0.25, "change": 0.25}  # the share of batch
 SIDES, RATIOS = (56, 168), (0.5, 2.0)  # the side in px of a square with the same area, and width / height
 FRAMES_SHOWN = ((0, 3, 5), (1, 4, 5), (1, 3, 5), (0, 2, 4), (2, 4, 5), (1, 5), (0, 4), (0, 2, 4, 5))  # of a video
 WHOLE = tuple(range(scenes.FRAMES))
-PATCHES = 4  # of a token
+PATCHES = 4  # the patches of a token
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,10 @@ class Recipe:
     steps: int = 1800
     see: int = 150  # the number of steps in which only the tower learns
     pictures: int = 14
-    picture_batches: int = 1  # into which they are divided, each of its own size
+    picture_batches: int = 1  # the batches into which the images are divided, each with its own size
     clips: int = 5
     asides: int = 4  # off-topic questions, every second step after seeing
-    seeing: float = 1.5  # the factor of these counts while only the tower learns
+    seeing: float = 1.5  # the factor for these counts while only the tower learns
     picture_pool: int = 8000  # scenes of each worker, asked about repeatedly with different questions
     clip_pool: int = 2000
     lr: float = 2e-3
@@ -156,8 +162,9 @@ class Learner(nn.Module):
         is the place, or (B * cells, 4 patches, 4).
 
         A sliced image begins with an overview, to whose tokens these cells belong. The tokens of its slices are
-        averaged separately. They have no place in the whole, which is a label of its own: a query contributes one token
-        to each, and without that label nothing tells them apart.
+        averaged separately. The slices' tokens have no place in the whole image, and "no place" is a label of
+        its own. A query contributes one token to the overview and one to each slice; without this label,
+        nothing would distinguish these tokens.
         """
         if labels.ndim == 3:
             return self._patch_loss(media_BMD, labels)
@@ -178,7 +185,7 @@ class Learner(nn.Module):
         return sum(F.cross_entropy(x, labels[..., i].flatten()) for i, x in enumerate(logits))
 
     def relation_loss(self, media_BMD: Tensor, labels: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the cross-entropy of what each token knows of its neighbours and of its window; see `relations`."""
+        """Return the cross-entropy of the probe that predicts each token's neighbours and window; see `relations`."""
         if labels is None:
             return torch.zeros(())
         names, others = labels
@@ -188,7 +195,9 @@ class Learner(nn.Module):
         return loss + 4 * F.binary_cross_entropy_with_logits(around, others) if len(around.T) else loss
 
     def told_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
-        """Return the cross-entropy of what each token of the item knows of its place, or step, in the last layer."""
+        """Return the cross-entropy of the probe that predicts the place or step of each of the item's tokens in
+        the last layer.
+        """
         if batch.told is None:
             return torch.zeros(())
         columns = media_columns(batch)[-len(batch.told) :]
@@ -197,10 +206,11 @@ class Learner(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), batch.told.repeat(len(logits)))
 
     def time_loss(self, batch: Batch, inner_BLD: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of what each timestamp's token, or a pack's separator, knows of its step: how an
-        object moved.
+        """Return the cross-entropy of the probe that predicts an object's movement from a timestamp's token, or
+        a pack's separator.
 
-        If the timestamp is spelt before its frame, the token after the frame also has to know the timestamp.
+        If the timestamp is spelt before its frame, the probe also predicts the timestamp from the token after
+        the frame.
         """
         words_BTD = inner_BLD[:, self.vlm.family.time_columns(batch.spans)]
         movements_BT = labels.view(len(batch.pixels), words_BTD.shape[1], -1, 4)[..., 2].amax(-1)
@@ -240,8 +250,9 @@ class Pool:
 class Drawn:
     """Scenes of one size as they are shown.
 
-    scenes: as the questions see them, after an exchange of places. labels: (B * M, 4), or (B * M, 4 patches, 4).
-    shown: arguments of `TinyModel.encode`. seen: what the tower is told of the tokens, if questions depend on it.
+    scenes: as the questions see them, after an exchange of places. labels: (B * M, 4), or (B * M, 4 patches,
+    4). shown: arguments of `TinyModel.encode`. seen: the coordinates and windows that the tower is given, if
+    questions depend on them.
     """
 
     scenes: list
@@ -300,7 +311,7 @@ def sizes_of_cells(family: TinyFamily, frames: int) -> list[list[tuple[int, int]
 
 
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize (B, frames, H, W, 3) uint8 to another (height, width)."""
+    """Resize (B, frames, H, W, 3) uint8 to a different (height, width)."""
     frames_NCHW = pixels.flatten(0, 1).permute(0, 3, 1, 2)
     resized = F.interpolate(frames_NCHW.contiguous(), size=size, mode="bicubic", antialias=True)
     return resized.permute(0, 2, 3, 1).unflatten(0, pixels.shape[:2]).contiguous()
@@ -309,9 +320,9 @@ def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 def draw_table(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return the index of each patch's vector in the table, and the place that is indicated for each place.
 
-    Nine tokens are the nine places, in any order. In half of these images, the four patches of each token are also
-    mirrored or transposed, which indicates the same place. With any other number, all patches are mirrored or
-    transposed.
+    Nine tokens take the nine places in any order. In half of these images, the four patches of each token are
+    also mirrored or transposed, which indicates the same place. If there are not nine tokens, all patches are
+    mirrored or transposed.
     """
     if cells == (3, 3):
         order, _ = draw_order(cells, rng)
@@ -326,7 +337,7 @@ def draw_table(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.nda
 def draw_order(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each token, the token whose place it gets, and for each place the place that is indicated.
 
-    Nine tokens are the nine places, in any order. With any other number, they are mirrored or transposed.
+    Nine tokens take the nine places in any order. If there are not nine tokens, the tokens are mirrored or transposed.
     """
     if rng.random() >= SHUFFLED:
         return np.arange(cells[0] * cells[1]), np.arange(len(scenes.PLACES))
@@ -338,9 +349,10 @@ def draw_order(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.nda
 
 
 def mirror(grid: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid that is mirrored along some axes and, if it is square, possibly transposed, and the places.
+    """Return a grid that is mirrored along some axes and, if it is square, possibly transposed; also return the
+    new places.
 
-    An axis of two is kept, because an object in the middle lies in both.
+    An axis of two is not mirrored, because an object in the middle is in both halves.
     """
     places = np.arange(len(scenes.PLACES)).reshape(3, 3)
     if grid.shape[0] == grid.shape[1] and rng.random() < 0.5:
@@ -352,9 +364,9 @@ def mirror(grid: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.n
 
 
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool = False) -> list[str]:
-    """sliced: whether the image's slices indicate the place.
+    """Return the kinds of questions to ask about a scene. sliced: whether the image's slices indicate the place.
 
-    Then there are fewer questions, and more of them are about it.
+    With slices, there are fewer questions, and more of them are about places.
     """
     sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
     if sort == "motion":
@@ -407,7 +419,7 @@ def ask(scene: scenes.Scene, kinds: list[str], rng: np.random.Generator) -> list
 def draw_aside(scene: scenes.Scene | None, rng: np.random.Generator) -> scenes.Question:
     """Draw an off-topic input: an everyday sentence, or a question that asks too much or does not fit.
 
-    scene: None if there is none, or a photograph.
+    scene: None for no image, or for a photograph.
     """
     sort = rng.random()
     if scene is None or sort < 0.7:
@@ -432,7 +444,7 @@ def at_places(scene: scenes.Scene, order) -> scenes.Scene:
 
 
 def media_columns(batch: Batch) -> Tensor:
-    """Return (M,) indices of the item's tokens; those of places come last."""
+    """Return (M,) indices of the item's tokens; the tokens that have places come last."""
     return torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
 
 
@@ -482,8 +494,8 @@ def tell_rate(frames: int, rng: np.random.Generator) -> tuple[float, ...]:
 
 
 def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: list[int] | None = None) -> scenes.Scene:
-    """Return the same video with other timestamps, half of the time in random order, so that only the text indicates
-    them.
+    """Return the same video with different timestamps, half of the time in random order; so only the text
+    indicates them.
 
     digits: the number of digits of each timestamp.
     """
@@ -498,7 +510,7 @@ def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: li
 def tell_others_seconds(drawn: list, family: TinyFamily, rng: np.random.Generator) -> list:
     """Apply `tell_other_seconds` to each scene.
 
-    Prompts of a batch have one length, so spelt timestamps are equally long.
+    The prompts of a batch have the same length, so spelt timestamps are equally long.
     """
     first = tell_other_seconds(drawn[0], rng)
     digits = count_digits(first.seconds) if family.spells_seconds else None
@@ -535,7 +547,7 @@ class Trainer(run.Trainer):
     def losses(self) -> list[Tensor]:
         """Return the losses of images' answers and cells, videos' answers and cells, photos and off-topic answers.
 
-        Each batch of images has its own. If there are several sorts of videos, they alternate.
+        Each batch of images has its own losses. If there are several sorts of videos, the sorts alternate.
         """
         r = self.recipe
         clips, losses = self.family.clips, []
@@ -680,7 +692,7 @@ def make_trainer(model: str, recipe: Recipe, rank: int) -> Trainer:
 
 
 def recipe_of(family: TinyFamily) -> Recipe:
-    """Return the recipe of its committed checkpoint."""
+    """Return the recipe of the family's committed checkpoint."""
     return Recipe(**family.recipe)
 
 
