@@ -6,7 +6,7 @@
 
 "scene.png" is the name of a shipped image; any path works. `load` returns a `VLM`, whose `trace`
 method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an image to text are
-in folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
+in folders, which are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib

@@ -86,7 +86,7 @@ def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError or TypeError, naming the key, if a number in a config is none, or is too small or too large."""
+    """Raise ValueError or TypeError, naming the key, for a config value of the wrong type, or a number out of range."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 Grid = tuple[int, int, int]
-# the limit per media item and per prompt: above what any model accepts, and plans stay below 2 GB
+# the limit per media item and per prompt; it is above what any model accepts, and keeps plans below 2 GB
 MAX_PATCHES = 2**22
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
@@ -197,7 +197,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 def as_sequence(values, name: str, of: str = "") -> Sequence:
     """Return `values`, a tensor as lists, if it is a sequence but not a string.
 
-    Raises TypeError, which names `name` and what it is a sequence `of`.
+    Raises TypeError naming `name`. of: the items in the message, such as " of (t, h, w)".
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
@@ -235,9 +235,9 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the end of an error message, which suggests the most similar allowed name.
+    """Return the end of an error message: a suggestion of the most similar allowed name.
 
-    It is empty if no name is similar.
+    The result is empty if no name is similar.
     """
     near = difflib.get_close_matches(name, allowed, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

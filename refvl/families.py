@@ -197,8 +197,8 @@ def _without_code(values: dict) -> dict:
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text config, including settings that belong to it but are stored elsewhere in the config.
 
-    In older configs, one of these settings ties the embedding weights to the output head. With DeepStack, it is
-    the number of layers that add features; with a canvas, the ids of its special tokens.
+    These settings are the tie between embedding weights and output head (in older configs), the
+    number of layers that add DeepStack features, and the ids of a canvas's special tokens.
     """
     text_config = config.get_text_config()
     if hasattr(config, "tie_word_embeddings"):

@@ -252,7 +252,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: families.Family) -> None:
-    """Warn about parts of a checkpoint that belong to neither vision nor text, naming them."""
+    """Warn about the parts of a checkpoint that belong to neither vision nor text, and name these parts."""
     skipped = [name.split(".")[0] for name in checkpoints.weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
@@ -301,8 +301,9 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """Let the text model decode with a cache of fixed size, and compile the tower's blocks on a
-    blank image, if there is a text model and if attention is varlen."""
+    """If there is a text model, let it decode with a cache of fixed size. If attention is varlen,
+    compile the tower's blocks by encoding a blank image.
+    """
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
         vlm.language_model.generation_config.max_cache_len = max_cache_len
@@ -336,7 +337,7 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
         device = torch.device(device)
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # each kind of device raises its own, and some do not name the device
+    except Exception as error:  # each kind of device raises its own error, and some errors do not name the device
         raise ValueError(f"device: {str(device)!r} is absent from this machine or this build of torch") from error
     if device == torch.device("cuda"):  # with an index, because each thread has its own current device
         own = os.environ.get("LOCAL_RANK")  # with torchrun, each process has its own GPU

@@ -101,12 +101,13 @@ class VLM(Pipeline):
     ) -> "Trace":
         """Run like `chat`, but keep the result of every stage and the time it took; `request`: arguments of `chat`.
 
-        attentions, hidden_states: keep the weights of all heads, and the values between blocks, of the tower and the
-        language model (see `Trace`). Both then run eagerly with the same weights, even if graphs are captured. For long
-        prompts, this needs much memory: layers * heads * tokens^2. replace: functions by stage, such as
-        `{"positions": f}`. f receives the result of the stage, and the run continues with its return value
-        (`refvl.study.interventions`). With `prefill_chunk`, pixels and embeddings are freed during the run. With beams,
-        prefill and decoding are one stage.
+        attentions, hidden_states: keep the weights of all heads, and the values between blocks, of
+        the tower and the language model (see `Trace`). Both models then run eagerly with the same
+        weights, even if graphs are captured. For long prompts, the attention weights need much
+        memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
+        f receives the result of the stage, and the run continues with its return value
+        (`refvl.study.interventions`). With `prefill_chunk`, pixels and embeddings are freed during
+        the run. With beams, prefill and decoding are one stage.
         Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
         cannot be read, or for placeholders that do not match the media. The same errors are raised for a pruning rate
         outside [0, 1), for a prompt longer than the context, and for options of `generate` that do not exist or do not
@@ -150,8 +151,9 @@ class VLM(Pipeline):
     def feature_map(self, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
         """Return an image or a video as a grid of features, (t, h, w, D); a list of items gives a list of grids.
 
-        A list of frames alone is a list of images; a tuple of frames is a video (`refvl.serving.features`). blocks: the
-        tower blocks, with -1 for the last. Then the result is a list with one map per block, (t, H, W, E).
+        A list of frames alone is a list of images; a tuple of frames is a video
+        (`refvl.serving.features`). blocks: the tower blocks, with -1 for the last. With blocks, the
+        result is a list with one map per block, (t, H, W, E).
         """
         from refvl.serving import features
 

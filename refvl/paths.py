@@ -18,7 +18,8 @@ REPOSITORY = "https://github.com/refvl/refvl"  # as in pyproject.toml
 def data(name: str | os.PathLike, *, kind: str = "name") -> Path:
     """Return the path of a shipped image, video or config by its file name, such as "scene.png".
 
-    Such a name is also accepted in place of a path; a file of that name comes first.
+    Such a name is also accepted in place of a path; if a file of that name exists, the file is
+    used.
 
     kind: the caller's argument, for the error. Raises FileNotFoundError with the most similar name.
     """
@@ -34,7 +35,7 @@ def check_clone(what: str) -> None:
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Write a file, which gets its name only once it is complete."""
+    """Write a file under a temporary name, and rename it once it is complete."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, target)

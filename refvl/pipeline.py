@@ -149,7 +149,7 @@ class Pipeline:
         longest = input_ids.shape[1]
         positions = [F.pad(t.positions, (longest - t.positions.shape[1], 0)) for t in traces]  # (3, longest) each
         positions_3BL = torch.stack(positions, dim=1)
-        first_B = torch.tensor([t.positions.shape[1] + t.delta for t in traces])  # of each answer
+        first_B = torch.tensor([t.positions.shape[1] + t.delta for t in traces])  # the first position of each answer
         shift_B3 = (first_B - positions_3BL[..., -1] - 1).T
         if shift_B3.any():  # only if positions or delta were replaced, because a prompt ends in text
             options["position_shift"] = shift_B3.to(text.device)

@@ -59,7 +59,8 @@ class Record:
 def check_finite(items: Iterable[Tensor], what: str) -> None:
     """Raise ValueError for the first of several tensors that has a value that is not finite.
 
-    what: the stage and the word for a tensor, for the message. The sums go to the host together, so it waits once.
+    what: the stage and the word for a tensor, for the message. All sums are copied to the host
+    together, so the host waits only once.
     """
     sums = [item.sum(dtype=torch.float32) for item in items]
     finite = torch.stack(sums).isfinite().tolist() if sums else []

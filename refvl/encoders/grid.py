@@ -46,7 +46,7 @@ class GridVisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GridMetadata(Segments):
-    """The inputs of one forward in addition to the pixels; segments are frames.
+    """The inputs of a forward pass other than the pixels; segments are frames.
 
     `pad`: the rule by which a graph fills the unused end of a buffer.
 
@@ -71,7 +71,7 @@ class GridMetadata(Segments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableMetadata(GridMetadata):
-    """The inputs of one forward in addition to the pixels, plus the values sampled from a table of positions."""
+    """The inputs of a forward pass other than the pixels, including the values sampled from a table of positions."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
 
@@ -104,7 +104,7 @@ class GridEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        It is the plan of one frame with all patches, which is a valid input for a warm-up; the other frames are empty.
+        The metadata plans one frame with all patches, which is a valid input for a warm-up; the other frames are empty.
         """
         m = self.config.spatial_merge_size
         one_frame = self.plan_checked([(1, m, m * max_tokens)])

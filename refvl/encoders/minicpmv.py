@@ -1,4 +1,4 @@
-"""MiniCPM-V's encoders: each version joins a tower and a resampler.
+"""MiniCPM-V's encoders: each version consists of a tower and a resampler.
 
     patch rows (N, 3*P*P)      all slices of all items, concatenated
        | vpm                   one vector per patch
@@ -100,7 +100,7 @@ class MiniCPMVEncoderConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniCPMVMetadata:
-    """The input of one forward in addition to the pixels: the plan of the tower and the plan of the resampler."""
+    """The inputs of a forward pass other than the pixels: the plan of the tower and the plan of the resampler."""
 
     vision: NaVitMetadata
     resampler: ResamplerMetadata | FixedGridMetadata

@@ -64,7 +64,7 @@ class NaVitSiglipConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NaVitMetadata(Segments):
-    """The input of one `encode` call in addition to the pixels; segments are slices."""
+    """The inputs of `encode` other than the pixels; segments are slices."""
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, entries of the position table
 
@@ -134,7 +134,8 @@ class NaVitSiglip(Tower):
         return encode_strips(self, pixel_values, tgt_sizes, position_sizes)
 
     def rename(self, name: str) -> str:
-        """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, of `qkv`.
+        """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into
+        `encoder.layers.0.self_attn.q.weight`, a part of `qkv`.
 
         Drop the prefix `vision_model.` from the name.
         """

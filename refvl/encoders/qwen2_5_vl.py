@@ -222,7 +222,7 @@ class PatchMerger(nn.Module):
 
 
 def clamp_overflow(x_NE: Tensor) -> Tensor:
-    """Clamp float16 rows in which a value overflowed to finfo.max - 1000.
+    """Clamp the float16 rows in which a value has overflowed; the limit is finfo.max - 1000.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
     depend on the rest of the batch. In this function, a value depends only on its own row. The function does not

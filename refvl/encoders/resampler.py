@@ -11,9 +11,10 @@
     Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
     Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand. This file uses a formula without a size limit,
-so a grid of 4 x 227 or a frame two hours into a video needs no special case. `resample` works on concatenated slices,
-without padded keys; `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
+Upstream stores tables of sines and cosines and enlarges them on demand. This file uses a formula
+without a size limit, so a grid of 4 x 227, or a frame two hours into a video, needs no special
+case. `resample` works on concatenated slices, without padded keys; `forward` accepts the padded
+form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).

@@ -1,4 +1,4 @@
-"""The resampler of MiniCPM-V 2.0: queries form a fixed grid, and both queries and keys have positions in it.
+"""The resampler of MiniCPM-V 2.0: queries form a fixed grid, and both queries and keys have positions in this grid.
 
 For the keys of a slice, the grid's positions are resized to the slice. The data flow is that of
 `refvl.encoders.resampler`.
@@ -32,7 +32,7 @@ class Resampler2(Resampler):
     unused = r"(resampler\.)?pos_embed$"  # not loaded, because a formula computes it
 
     def __init__(self, grid_size: int, embed_dim: int, num_heads: int, kv_dim: int | None = None, **options):
-        """Build the modules. grid_size: G, for Q = G * G queries. The rest as in `Resampler`."""
+        """Build the modules. grid_size: G, for Q = G * G queries. The other arguments are those of `Resampler`."""
         super().__init__(grid_size**2, embed_dim, num_heads, kv_dim, **options)
         self.grid_size = grid_size
 

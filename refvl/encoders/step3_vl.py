@@ -119,9 +119,9 @@ class Step3VisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """The inputs of one forward over images, in addition to the pixels.
+    """The inputs of a forward pass over images, other than the pixels.
 
-    Graphs capture each of the two stacks, with `StackMetadata`.
+    Graphs capture the two stacks separately, with `StackMetadata`.
     """
 
     local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
@@ -281,7 +281,7 @@ class Step3VisionEncoder(Tower):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """The input of a stack of equal squares in addition to the pixels; the rest follows from the pixels' shape."""
+    """The input of a stack of equal squares other than the pixels; everything else follows from the pixels' shape."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
 

@@ -14,9 +14,9 @@
 
 The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but there is no class token.
 
-The released file rotates neighbouring dimensions (0 and 1, 2 and 3, ...). Files written by transformers rotate the two
-halves (0 and K/2, ...), and so does this encoder. When the encoder loads a released file, it therefore reorders the
-rows of q and k.
+In released files, neighbouring dimensions (0 and 1, 2 and 3, ...) form a rotary pair. In
+transformers' files and in this encoder, dimensions of the two halves (0 and K/2, ...) form a pair.
+When the encoder loads a released file, it therefore reorders the rows of q and k.
 
 Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H heads, K head dimension.
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
@@ -153,7 +153,7 @@ class PerceptionEncoder(nn.Module):
         x_BTE = self.pre_layernorm(patches_NE.unflatten(0, (-1, len(position_embeds))) + position_embeds)
         B, T, _ = x_BTE.shape
         device, side = x_BTE.device, math.isqrt(T)
-        segments = equal_segments(B, T, device)  # they and the angles depend on the shape, so a graph can capture them
+        segments = equal_segments(B, T, device)  # segments and angles depend on the shape, so graphs can capture them
         column_row = torch.cartesian_prod(*[torch.arange(side, device=device)] * 2).flip(1).repeat(B, 1)
         rotary = rotary_factors(*rotary_cos_sin(column_row, rotary_frequencies(self.head_dim, device=device)))
         x_NE = x_BTE.flatten(0, 1)

@@ -24,12 +24,13 @@ def load_strict(
 ) -> set[str]:
     """Copy (checkpoint name, tensor) pairs into `module`; return the names of the filled parameters.
 
-    rename: checkpoint name -> module name; `attn.q.weight`, `attn.k.weight` and `attn.v.weight` fill the rows of
-    `attn.qkv.weight`. kernels: module name -> the checkpoint shape of a convolution kernel that the module stores as a
-    matrix. skip: a regular expression; checkpoint names that match it at the start are skipped. Raises one ValueError
-    that lists missing, unexpected and repeated names, and tensors that do not fit: those of another shape, with nan or
-    inf, or of a dtype that has no meaning without a scale. After an error, the module is unchanged, because nothing is
-    copied until everything fits.
+    rename: checkpoint name -> module name; `attn.q.weight`, `attn.k.weight` and `attn.v.weight`
+    fill the rows of `attn.qkv.weight`. kernels: module name -> the checkpoint shape of a
+    convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint
+    names that match it at the start are skipped. Raises one ValueError that lists missing,
+    unexpected and repeated names, and tensors that do not fit: those of a different shape, with nan
+    or inf, or of a dtype that has no meaning without a scale. After an error, the module is
+    unchanged, because nothing is copied until everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
@@ -38,7 +39,7 @@ def load_strict(
     for whole in filter(FUSED.search, stored):
         parts[whole] = [whole.replace(".qkv.", f".{part}.") for part in "qkv"]
         targets |= zip(parts[whole], stored[whole].chunk(3), strict=True)
-    pending = {name for names in parts.values() for name in names}  # without values so far
+    pending = {name for names in parts.values() for name in names}  # parameters without values so far
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
     pairs: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter (or a part of it) and the tensor that fills it
     for checkpoint_name, tensor in weights:

@@ -1,6 +1,6 @@
 """Encoder graphs: budgets, capture, replay, packing.
 
-They use only an encoder's plan, its forward and its metadata fields.
+Graphs use only an encoder's plan, its forward and its metadata fields.
 """
 
 from refvl.graphs.budgets import (

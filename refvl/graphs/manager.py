@@ -123,8 +123,8 @@ class EncoderGraphManager:
     Threads may share a manager: each call gets its own embeddings, and replays run one after the
     other.
 
-    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget). last_batches:
-    the batches of the last call of any thread.
+    limits: the `Limits` of each path. captured: the `CapturedBudget` of each (path, budget).
+    last_batches: the batches of the last call of any thread.
     """
 
     def __repr__(self) -> str:
@@ -143,9 +143,12 @@ class EncoderGraphManager:
         policy: str = "optimal",
         progress: bool = True,
     ):
-        """budgets: output tokens per graph; for an encoder with several paths, a mapping from paths to such lists.
-        max_items, max_frames: limits per replay. If one is None, it is inferred. Inferred budgets double from
-        `min_budget` up to `max_budget`; on a path whose items consist of equal units, they start at one unit instead.
+        """Set the limits and the backend; nothing is captured yet.
+
+        budgets: output tokens per graph; for an encoder with several paths, a mapping from paths to
+        such lists. max_items, max_frames: limits per replay. Limits that are None are inferred.
+        Inferred budgets double from `min_budget` up to `max_budget`; on a path whose items consist
+        of equal units, the budgets start at one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
         `plan_batches`. Raises ValueError if limits contradict each other, if budgets miss a path,

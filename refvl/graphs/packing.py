@@ -1,6 +1,6 @@
 """Packing: choose which items share a replay, so that the sum of the budgets is small.
 
-    greedy   a group takes the next item while the largest budget fits them: one pass over the items
+    greedy   a group takes the next item while the largest budget fits the group: one pass over the items
     cut      the best cut of the sorted items into consecutive groups, by dynamic programming
     search   for few items: the best of all partitions, by dynamic programming over sets of items
 

@@ -9,8 +9,8 @@ memory, or copies between host and device.
 
 Views are not replayed, because they alias a recorded tensor and see its new contents. The
 alternative was `torch.fx` with `make_fx`, which rebuilds a graph on fresh tensors at every call.
-With it, addresses would change, nothing would ever be stale or overwritten, and `.tolist()` would
-silently be baked in. This backend is meant to show exactly these effects.
+With `make_fx`, addresses would change, nothing would ever be stale or overwritten, and `.tolist()`
+would silently be baked in. This backend is meant to show exactly these effects.
 """
 
 import sys
@@ -169,7 +169,7 @@ class _RefuseByName(TorchFunctionMode):
 def _calling_module(frame: FrameType | None) -> nn.Module | None:
     """Return the innermost module with a method on the stack.
 
-    Hooks would also find it, but hooks affect all threads.
+    Hooks would also find the module, but hooks affect all threads.
     """
     while frame is not None:
         is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading a frame's locals keeps them alive

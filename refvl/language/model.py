@@ -2,7 +2,8 @@
 
 The language model is transformers' own (`AutoModel` of the checkpoint's text config). Generation is
 also transformers': the KV cache, sampling and streaming. refvl adds a wrapper without a vision
-tower. It accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
+tower. The wrapper accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed
+elsewhere.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:  # fmt: skip
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
-        position_shift: (B, 3), added to the positions of decode steps, which transformers counts on
+        position_shift: (B, 3), added to the positions of decode steps, which transformers continues
         from the last column of the prompt.
 
         transformers inspects the argument names to find out what a model accepts. This method also
@@ -139,7 +140,7 @@ class TokenTimer(BaseStreamer):
     """A streamer that records token times: transformers calls `put` first with the prompt, then with each new token."""
 
     device: torch.device | None
-    listeners: Sequence[BaseStreamer | None] = ()  # they receive the same calls; None counts as no listener
+    listeners: Sequence[BaseStreamer | None] = ()  # streamers that receive the same calls; None counts as none
     times: list[float] = field(default_factory=list)  # in seconds
 
     def put(self, value: Tensor) -> None:
@@ -163,9 +164,9 @@ def generate(
     int64; decode steps continue at the last position + 1 on every axis, plus an optional
     `position_shift` (B, 3). attention_mask: (B, L), 0 for left padding. options: options of
     transformers' `generate` (`max_new_tokens`, `do_sample`, ...); the default is greedy decoding.
-    They must contain the prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack
-    features, `deepstack_embeds` (B, L, W - D; see `row_width`). If the cache already holds all
-    tokens except the last, they contain its `past_key_values` instead.
+    `options` must contain the prompt's `inputs_embeds` (B, L, D) and, for layers that accept
+    DeepStack features, `deepstack_embeds` (B, L, W - D; see `row_width`). If a cache already holds
+    all tokens except the last, `options` contains the cache as `past_key_values` instead.
     """
     if (seed := options.pop("seed", None)) is not None:
         torch.manual_seed(seed)

@@ -75,8 +75,8 @@ class CropConfig:
 def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
     """Count the tokens that the encoder returns for a square of `size` pixels per side.
 
-    Its two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) reduce the number of tokens below the
-    number of patches.
+    The encoder's two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) reduce
+    the number of tokens below the number of patches.
 
     >>> count_square_tokens(728, 14, 2), count_square_tokens(504, 14, 2)
     (169, 81)

@@ -30,7 +30,7 @@ from refvl.paths import data
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
-PART = ("video_start", "video_end")  # in a part of a message: sampling is limited to the frames between these times
+PART = ("video_start", "video_end")  # keys of a message part: only frames between these times are sampled
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
@@ -131,14 +131,14 @@ def load_video(
     num_frames sets the number to sample. For a file, source_fps overrides its times. sample: a function
     that replaces the sampling rule for a file; it maps (total_num_frames, source_fps) to increasing
     indices. video_start, video_end: the seconds of a file between which frames are sampled, as if
-    it had no others; their times stay those of the file. limits: the limits on decoding. Memory
-    grows with the frames that are kept and not with the length of the video.
+    the file had no other frames; the frames keep their times in the file. limits: the limits on
+    decoding. Memory grows with the frames that are kept and not with the length of the video.
 
-    The times of a file are those of its packets. If they equal index / rate (within one tick of the
-    file's clock), the header's rate is used. If the rate varies, the rule samples at the average
-    rate, source_fps, and the timestamps of the selected frames are exact. The rotation or mirroring
-    in a file's display matrix, as written by phones, is applied (transformers' PyAV reader ignores
-    it).
+    The times of a file are those of its packets. If these times equal index / rate (within one tick
+    of the file's clock), the header's rate is used. If the rate varies, the rule samples at the
+    average rate, source_fps, and the timestamps of the selected frames are exact. The rotation or
+    mirroring in a file's display matrix, as written by phones, is applied (transformers' PyAV
+    reader ignores it).
 
     Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
     source. Raises ValueError, with the name of the file and the reason, for a file that PyAV cannot
@@ -181,7 +181,7 @@ class Listing:
 
 
 def _sample_part(sample: Callable, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
-    """Return the frames that `sample` selects between two times in seconds, and how many these are per second.
+    """Return the indices of the frames that `sample` selects between two times in seconds, and their rate per second.
 
     Upstream: `calculate_video_frame_range` of qwen-vl-utils.
     """
@@ -231,7 +231,7 @@ def _opened(name: str) -> Iterator[Any]:
 
 
 def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
-    """Count the frames that an opened file shows, and find their times, from its packets and its header."""
+    """Count the frames that an opened file shows, and find their times, from the file's packets and header."""
     if not container.streams.video or container.streams.video[0].codec_context is None:
         raise ValueError(f"video: {name} has no video stream that can be decoded")
     stream = container.streams.video[0]
@@ -243,7 +243,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
     shown = [(packet.pts, packet.duration or 0) for packet in container.demux(stream) if _is_shown(packet, codec)]
     rate, tick = float(stream.average_rate or stream.guessed_rate or 0), float(stream.time_base)
     seconds = len(shown) / rate if rate else 0.0
-    # a raw stream has no times, or invented ones
+    # the times of a raw stream are missing or invented
     is_timed = not container.format.flags & _NO_TIMESTAMPS and all(pts is not None for pts, _ in shown)
     starts = np.sort([pts for pts, _ in shown]) if is_timed else np.zeros(0)
     if len(starts):
@@ -256,7 +256,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
     is_mp4 = "mp4" in container.format.name and stream.duration
     promised = stream.frames / rate if rate else 0.0
     if is_mp4:
-        promised = stream.duration * tick  # without the frames that an edit list hides
+        promised = stream.duration * tick  # this duration excludes the frames that an edit list hides
     if promised - seconds > 1.5 * seconds / len(shown):
         raise ValueError(f"video: {name} is truncated: it ends after {seconds:.2f} s of {promised:.2f} s")
     if rate and (not is_timed or _is_steady(starts, rate, tick)):
@@ -335,9 +335,9 @@ def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_f
 def with_times(frames: np.ndarray, metadata: dict) -> Video:
     """Return frames that were sampled elsewhere, with their times.
 
-    metadata: the keys of transformers' `VideoMetadata`, of which `fps`, the rate of the source,
-    `frames_indices` and `total_num_frames` count; without indices, the frames are the whole source.
-    Or else `timestamps`, in seconds.
+    metadata: the keys of transformers' `VideoMetadata`, of which `fps` (the rate of the source),
+    `frames_indices` and `total_num_frames` are read. Without indices, the frames are the whole
+    source. If there are `timestamps`, in seconds, they are read instead.
     """
     seconds = metadata.get("timestamps")
     times = metadata.get("frames_indices") if seconds is None else seconds

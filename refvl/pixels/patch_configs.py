@@ -16,7 +16,7 @@ class Glm4vPatchConfig(PatchConfig):
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # in seconds; for GLM-4.1V, longer videos get no more frames than this
+    max_duration: float = 300.0  # in seconds; a longer video (GLM-4.1V) gets only the number of frames of this duration
 
     @property
     def max_image_tokens(self) -> int:
@@ -47,7 +47,7 @@ class Glm4vPatchConfig(PatchConfig):
 class GlmgaPatchConfig(Glm4vPatchConfig):
     """GLM-GA's rule: the config can require sides to be multiples of several merged tokens."""
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice other GLMs' budget
 
     patch_expand_factor: int = 1
 

@@ -10,12 +10,13 @@
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
-Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit under Pillow 12; under Pillow
-13.0, that backend resizes some images in another order (`refvl.pixels.images.resize`). If torchvision is installed,
-transformers uses its torchvision backend, whose pixels `replace(config, resize="torchvision")` gives. Videos match the
-torchvision backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision itself
-is not needed. The two backends round differently, so the values of an image and of a video with the same frame differ
-slightly.
+Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit under
+Pillow 12; under Pillow 13.0, that backend resizes some images in a different order
+(`refvl.pixels.images.resize`). If torchvision is installed, transformers uses its torchvision
+backend, whose pixels `replace(config, resize="torchvision")` gives. Videos match the torchvision
+backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision
+itself is not needed. The two backends round differently, so the values of an image and of a video
+with the same frame differ slightly.
 
 `refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
 """
@@ -48,8 +49,8 @@ from refvl.pixels.media import Video
 
 MAX_ASPECT_RATIO = 200
 RESIZERS = {"pillow": f"Pillow {PIL.__version__}", "torchvision": f"torch {torch.__version__}"}
-SIZES = ("min_pixels", "max_pixels")  # the pixel budget, in a file or in a part of a message
-RESIZED = ("resized_height", "resized_width")  # in a part of a message
+SIZES = ("min_pixels", "max_pixels")  # the pixel budget, in a file or a message part
+RESIZED = ("resized_height", "resized_width")  # in a message part
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def check_preprocessing(config) -> None:
 def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dict:
     """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples.
 
-    Raises ValueError if `size` has other keys than those in `sizes`, because its meaning is then unknown.
+    Raises ValueError if `size` has a key that is not in `sizes`, because the meaning of `size` is then unknown.
     """
     if not {*(values.get("size") or ())} <= {*sizes}:
         raise ValueError(f"size: expected {list(sizes) or 'no such setting'}, got {values['size']!r}")
@@ -257,7 +258,7 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
 
 
 def fit(medium: Any, config: Any, sizes: dict) -> Any:
-    """Return an image or a Video in the size that its message asks for; the checkpoint's rule follows.
+    """Resize an image or a Video to the size that its message requests; the checkpoint's rule is applied afterwards.
 
     sizes: `min_pixels` and `max_pixels` of the image, or of each frame; or both sides of `RESIZED`, which are rounded
     to whole tokens. Upstream: `fetch_image` and `fetch_video` of qwen-vl-utils, in which videos also have the budget of
@@ -304,11 +305,12 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
 class Levels:
     """Patch rows before normalisation: one byte per value; a still image has one frame instead of Tp.
 
-    Why a table? A byte has only 256 levels, but a one-megapixel image has three million values. So `level_table`
-    normalises each level of a channel once, and `normalize` looks up every value. The result is bit-identical to that
-    of transformers, which computes every value. It takes a third of the time on a CPU and needs no copies in float64. A
-    GPU receives the bytes and looks up the values itself, so only a quarter of the bytes of the float32 rows is copied
-    to it. For a still image, it is an eighth, because its single frame is repeated Tp = 2 times on the GPU.
+    Why a table? A byte has only 256 levels, but a one-megapixel image has three million values. So
+    `level_table` normalises each level of a channel once, and `normalize` looks up every value. The
+    result is bit-identical to that of transformers, which computes every value. The table takes a
+    third of the time on a CPU and needs no copies in float64. A GPU receives the bytes and looks up
+    the values itself, so only a quarter of the bytes of the float32 rows is copied. For a still
+    image, only an eighth is copied, because its single frame is repeated Tp = 2 times on the GPU.
     """
 
     values: Tensor = field(repr=False)  # (N, C, 1 or Tp, P*P) uint8

@@ -1,4 +1,5 @@
-"""Several prompts as one sequence, for training without padding; each attends only to itself, at its own positions.
+"""Several prompts as one sequence, for training without padding; each prompt attends only to
+itself, at its own positions.
 
     prompt A  input_ids (5,)   positions (3, 5)
     prompt B  input_ids (3,)   positions (3, 3)
@@ -8,8 +9,9 @@
                             t, h, w of A, then t, h, w of B
               cu_seqlens    0 5 8
 
-transformers builds the mask from the first of the four rows if there is neither an `attention_mask` nor a cache. If it
-gets only the three rows of M-RoPE, it treats all prompts as one, and they attend to each other.
+transformers builds the mask from the first of the four rows if there is neither an `attention_mask`
+nor a cache. If transformers gets only the three rows of M-RoPE, it treats all prompts as one, so
+the prompts attend to each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-# features with an entry per token, and its value for prompts without the feature; None: all need it
+# features with an entry per token -> the value for prompts without the feature; None: all prompts need it
 FILLERS = {
     "labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1, "inputs_embeds": None, "mm_token_type_ids": None,
 }  # fmt: skip
@@ -94,12 +96,14 @@ def media_extents(trace: Any) -> list[tuple[int, int]]:
 class PackingCollator:
     """A `data_collator` for transformers' Trainer and for TRL, which packs the features of a step into one sequence.
 
-    A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` and `mm_token_type_ids` (L,),
-    `inputs_embeds` (L, D) and `deepstack_embeds` are packed as well. All other tensors, such as `pixel_values` and
-    `image_grid_thw`, are concatenated. A value of None counts as absent. Prompts without labels have no loss, and
-    prompts without DeepStack features get zeros. The first label of each prompt is ignored, because the token before it
-    belongs to another prompt. The batch sets `use_cache=False`, because with a cache transformers treats all prompts as
-    one. It does the same if it gets an `attention_mask`, so a mask of ones is dropped.
+    A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` and
+    `mm_token_type_ids` (L,), `inputs_embeds` (L, D) and `deepstack_embeds` are packed as well. All
+    other tensors, such as `pixel_values` and `image_grid_thw`, are concatenated. A value of None
+    counts as absent. Prompts without labels have no loss, and prompts without DeepStack features
+    get zeros. The first label of each prompt is ignored, because the token before it belongs to
+    another prompt. The batch sets `use_cache=False`, because with a cache transformers treats all
+    prompts as one. transformers does the same with an `attention_mask`, so a mask of ones is
+    dropped.
 
     Raises ValueError if the length of a feature is not the prompt's, for other features that only some prompts have,
     and for a mask with zeros.

@@ -94,7 +94,8 @@ def rotary_matrices(cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_by_matrices(x_NHK: Tensor, matrices: Tensor) -> Tensor:
     """Rotate like `rotate`, in two kernels instead of four: products and sums in float32, rounded once.
 
-    One kernel both sums and rounds. Autograd does not support that, so with gradients, a separate kernel rounds.
+    One kernel both sums and rounds. Autograd does not support such a kernel, so with gradients, a
+    separate kernel rounds.
     """
     parts = x_NHK.unflatten(-1, (1, 2, -1)) * matrices  # (N, H, 2, 2, K/2)
     first, second = parts.unbind(-2)

@@ -49,7 +49,7 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
     pieces = [table[:0]]
     for t, h, w in grids:
         place = _place_on_table(h, w, m, align_corners)[None, :, None]
-        place = place.pin_memory() if table.is_cuda else place  # without it, the host would wait for large copies
+        place = place.pin_memory() if table.is_cuda else place  # unpinned, large copies would make the host wait
         place = place.to(table.device, non_blocking=True)
         sampled_1DN1 = F.grid_sample(table_1DSS, place, mode=mode, padding_mode="border", align_corners=align_corners)
         pieces += [sampled_1DN1[0, :, :, 0].T.to(table.dtype)] * t

@@ -9,8 +9,9 @@
     glm46v     GLM-4.6V               6 up to 30 s, 2 up to 300 s, 1 beyond         640
     glmga      GLM-GA                 2                                             640
 
-One sampler determines both pixels and placeholders, so they cannot disagree. Upstream: `sample_frames` of the video
-processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for videos under half a second.
+One sampler determines both pixels and placeholders, so they cannot disagree. Upstream:
+`sample_frames` of the video processors (transformers), and `_get_video_second_idx_*` (vLLM). vLLM's
+functions return no frame for videos under half a second.
 """
 
 import bisect
@@ -133,7 +134,7 @@ def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Return `count` indices: spread too few over their own range, and too many over the whole video."""
+    """Return `count` indices. Spread too few indices over their own range, and too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)

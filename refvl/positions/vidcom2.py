@@ -1,11 +1,12 @@
 """VidCom2: keep the video tokens that differ most from the rest, and more of them in distinctive frames.
 
-Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares each token with the whole video; EVS
-compares it with the previous frame. The first frame gets no special treatment.
+Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares each token with the
+whole video; EVS compares each token with the previous frame. The first frame gets no special
+treatment.
 
     embeddings (M, D)
        | channels     the half that varies least over the video, normalised per row
-       | similarity   of each token to the centre of the video, and to that of its frame
+       | similarity   of each token to the centre of the video, and to the centre of its frame
        | budgets      tokens per frame: more if the similarity to the video is low
        | choice       the least similar tokens of each frame
        | reconcile    to the count that the sizes imply, because the prompt was built with it
@@ -45,10 +46,11 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
 
 def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor, Tensor]:
-    """Return each token's similarity to the centre of the video and to that of its frame, (t, n) float64, 0 to 5.
+    """Return each token's similarity to the centre of the video and to its frame's centre, (t, n) float64 each, 0 to 5.
 
-    video_embeds: (M, D), frame-major. In the centres, a row with nan or inf counts as zeros; it also counts as entirely
-    similar, so it is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
+    video_embeds: (M, D), frame-major. In the centres, a row with nan or inf counts as zeros. Such a
+    row also counts as entirely similar, so it is dropped first. Raises TypeError or ValueError as
+    `compute_dissimilarity` does.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     usable = video_embeds.isfinite().all(dim=1, keepdim=True)

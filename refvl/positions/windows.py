@@ -1,8 +1,9 @@
 """Windows: the merged tokens that attend to each other in a windowed block.
 
-A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once, before the first
-block. Then every window is a contiguous segment of the sequence, and a varlen kernel needs only cumulative lengths. The
-inverse permutation, applied after the merger, restores the order.
+A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once,
+before the first block. Then every window is a contiguous segment of the sequence, and a varlen
+kernel needs only cumulative lengths. The inverse permutation, applied after the merger, restores
+the row-major order.
 """
 
 from collections.abc import Sequence

@@ -202,7 +202,7 @@ class ChatProcessor:
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False, **options
     ) -> list[int]:
-        """Return the (L,) prompt ids of checked messages, with every placeholder repeated.
+        """Return the (L,) prompt ids of checked messages, with each placeholder repeated once per token of its item.
 
         allow_special_tokens: whether special tokens in the caller's strings, including placeholders, keep their
         meaning. options: variables of the chat template, such as `tools`. Raises ValueError if placeholders and media

@@ -16,9 +16,10 @@ depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.3 seconds
     GlmgaProcessor      GLM-GA                                glmga      3.3 seconds
 
-GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ. Both are written
-as in the releases' processors (transformers); vLLM 0.33 truncates all timestamps, so that GLM-4.6V reads "3.0 seconds"
-up to six times. Frames are filled with the image's token; `placeholders` also accepts the video's.
+GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ.
+Both timestamp formats are those of the releases' processors (transformers). vLLM 0.33 truncates all
+timestamps, so GLM-4.6V reads "3.0 seconds" up to six times. Frames are filled with the image's
+token; `placeholders` also accepts the video's.
 """
 
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ class Glm4vProcessor(ChatProcessor):
         return list(dict.fromkeys(chosen.indices))
 
     def frames_read(self, video: Video) -> list[int]:
-        """Return the indices of the frames that become patch rows: each once, but the last twice if the number is odd.
+        """Return the indices of the frames that become patch rows: each frame once, but the last
+        frame twice if the number is odd.
 
         The timestamps of the prompt come from the same indices, so there is one timestamp for every two frames.
         """
@@ -127,7 +129,7 @@ class GlmgaProcessor(Glm46VProcessor):
 
 
 def class_named_in(folder: Path) -> type[Glm4vProcessor] | None:
-    """Return the class that `processor_class` names in the first of the folder's files that sets it, if it is GLM's."""
+    """Return GLM's processor class if the first file of the folder that sets `processor_class` names one."""
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         if (file := folder / name).is_file() and "processor_class" in (values := read_json(file)):
             return {"Glm4vProcessor": Glm4vProcessor, "Glm46VProcessor": Glm46VProcessor}.get(values["processor_class"])

@@ -64,7 +64,7 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 def map_texts(values: Any, change: Callable[[str], Any]) -> Any:
     """Copy messages, or arguments of a template, with `change` applied to every string, wherever it is.
 
-    Keys are changed only if no template could look them up, because they are no identifiers.
+    A key is changed only if it is not an identifier, because no template could look such a key up.
     """
     if isinstance(values, str):
         return change(values)
@@ -85,12 +85,12 @@ def _media_parts(kind: str, media: Iterable) -> list[dict]:
 
 
 def _given(values: Any) -> dict:
-    """Return the entries that are not None, as in transformers; a template sees no others."""
+    """Return the entries that are not None; as in transformers, a template sees only these entries."""
     return {key: x for key, x in values.items() if x is not None} if isinstance(values, Mapping) else {}
 
 
 def _message(message: Any, name: str, media: dict[str, list[dict]]) -> dict:
-    """Return a message in refvl's form; a template reads any other keys that it has, such as `tool_calls`."""
+    """Return a message in refvl's form; a template reads any other keys of the message, such as `tool_calls`."""
     given = _given(message)
     content = given.get("content", "" if "tool_calls" in given else None)
     if not isinstance(given.get("role"), str) or not isinstance(content, (str, list, tuple)):
@@ -141,7 +141,7 @@ def _source(source: Any, kind: str) -> Any:
 
 
 def _file(text: str, kind: str) -> Any:
-    """Return the path, or the image in memory, that a text stands for. Raises ValueError for a URL."""
+    """Return the path that a text contains, or the image that the text encodes. Raises ValueError for a URL."""
     if os.path.isfile(text):
         return text
     if text.startswith("file://"):

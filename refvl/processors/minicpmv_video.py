@@ -68,7 +68,9 @@ class TakesVideos(ChatProcessor):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take a frame every 1 / fps seconds; if these are too many, take max_frames from the middle of equal parts."""
+        """Take a frame every 1 / fps seconds; if these frames are too many, take max_frames frames,
+        from the middles of equal parts.
+        """
         indices = list(range(0, total, max(1, round(source_fps / config.fps))))
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 

@@ -2,10 +2,11 @@
 
     <0.3 seconds><|vision_start|> tokens <|vision_end|><1.3 seconds><|vision_start|> tokens <|vision_end|>
 
-A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their times. For
-positions, each frame counts as a separate item. EVS may drop the tokens of a frame, but it never drops the timestamp.
-As in transformers 4.57, the authors' version, these special tokens replace those that the chat template writes around a
-video. transformers 5.10 and later, and vLLM 0.32, also keep the outer tokens; so does `processor.outer_tokens = True`.
+A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their
+times. For positions, each frame counts as a separate item. EVS may drop the tokens of a frame, but
+it never drops the timestamp. As in transformers 4.57, the authors' version, these special tokens
+replace those that the chat template writes around a video. transformers 5.10 and later, and vLLM
+0.32, also keep the outer tokens. To keep them here, set `processor.outer_tokens = True`.
 """
 
 from collections.abc import Sequence

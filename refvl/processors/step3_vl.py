@@ -67,7 +67,7 @@ class Step3VLProcessor(ChatProcessor):
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Step3VLProcessor":
         """Load the tokenizer and chat template from a checkpoint folder.
 
-        Raise ValueError naming the folder if they are missing.
+        Raises ValueError, naming the folder, if either is missing.
         """
         return cls(config, load_tokenizer(folder))
 

@@ -1,4 +1,5 @@
-"""Features for daily use. `refvl.model` imports them when its methods are called; the stages do not depend on them.
+"""Features for daily use. `refvl.model` imports these features when its methods are called; the
+stages do not depend on them.
 
 options.py       the options of `generate`; unsupported ones raise errors before anything is encoded
 streaming.py     text as it is generated

@@ -120,7 +120,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     adapter: a folder or hub id of an adapter that PEFT saved for this model, with refvl or
     transformers. For a new adapter that you will train, pass a `peft.LoraConfig`. name: the name of
     this adapter, if there are several. hub: `revision` and similar arguments (see
-    `refvl.checkpoints.download`). PEFT's model does everything else:
+    `refvl.checkpoints.download`). Use the methods of PEFT's model for everything else:
 
         adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
@@ -189,7 +189,9 @@ def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Names(nn.Module):
-    """Modules with transformers' names. Replacing a module here, as PEFT does, also replaces it in the model."""
+    """Modules with transformers' names. If a module is replaced here, as PEFT does, it is also
+    replaced in the model.
+    """
 
     def lend(self, name: str, home: Any, attribute: str) -> None:
         """Give a module a name. home, attribute: the module's parent, and its attribute there."""

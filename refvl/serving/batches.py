@@ -39,8 +39,9 @@ def chat_batch(
 
     Padding and batching change an answer only if the logits of the best two tokens differ by less
     than the rounding error. A batch takes as long as its longest answer, and the next batch begins
-    only when it is done. For many users or a steady load, use a serving engine, which adds and
-    removes requests at every token (`refvl.serving.export` passes it the embeddings).
+    only after the batch before it is done. For many users or a steady load, use a serving engine,
+    which adds and removes requests at every token (`refvl.serving.export` passes it the
+    embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -65,7 +66,7 @@ def answer_each(
     common: default arguments for requests that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
-    Request("", pruning_rate=common["pruning_rate"], pruning=common.get("pruning", "evs"))  # it checks both
+    Request("", pruning_rate=common["pruning_rate"], pruning=common.get("pruning", "evs"))  # checks both values
     waiting, limits = list[Record | Exception](), list[int]()
     beams = count_option(model.language_model, generate_kwargs, "num_beams")
     for request in requests:
@@ -89,7 +90,7 @@ def _prepare(model: Any, request: dict, common: dict) -> tuple[Record | Exceptio
         request = common | request
         limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
         read = model.read(Request(**request))
-    except Exception as error:  # a decoder may raise errors of any kind, and memory may run out
+    except Exception as error:  # decoders may raise errors of any kind, and memory may run out
         clear_frames(error.__traceback__)
         return error, 1
     ready = Record(input_ids=read.input_ids, inputs_embeds=read.inputs_embeds, deepstack=read.deepstack)

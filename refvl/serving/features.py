@@ -5,7 +5,8 @@
     feature_map([image, image])        a list of maps  one per item
 
 MiniCPM-V and Step3-VL cut an image into slices or crops; MiniCPM-V also cuts a video into frames.
-Their maps are lists of (box, map), one per slice, crop or frame, in the encoder's order.
+For these families, `feature_map` returns a list of (box, map), one per slice, crop or frame, in the
+encoder's order.
 
 Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language
 model's width, E the tower's.
@@ -47,12 +48,12 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
 
     medium: an image or a video, or a list of them, for which the result is a list with one map
     per item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple
-    of frames count as videos. The run is in inference mode; for gradients, call `model.encoder`
-    (docs/train.md). blocks: the tower blocks, with -1 for the last. Then the result for an item
-    is a list with one map per block, (t, H, W, E): the states after that block, patches in
-    row-major order. Families that cut images return a list of (box, map) instead of a single
-    map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map of a
-    slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for
+    of frames count as videos. The encoder runs in inference mode; for gradients, call
+    `model.encoder` (docs/train.md). blocks: the tower blocks, with -1 for the last. With blocks,
+    the result for an item is a list with one map per block, (t, H, W, E): the states after that
+    block, patches in row-major order. Families that cut images return a list of (box, map) instead
+    of a single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map
+    of a slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for
     blocks that do not exist.
     """
     if isinstance(medium, list):

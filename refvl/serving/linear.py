@@ -1,15 +1,15 @@
 """Linear layers with the faster kernel: oneDNN's or torch's on a CPU, and wide, aligned matrices on a GPU.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: two blocks of
-Qwen2.5-VL's tower take 1.2 to 1.35 times as long with it at 224 px, on an AMD EPYC with one thread.
-oneDNN reads torch's weights in place. Each layer keeps its weights, so you can save, move, change,
-adapt and inspect them as before. The kernel is private to torch: if a release lacks it, "auto"
-chooses torch's default.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: at 224 px, on
+an AMD EPYC with one thread, two blocks of Qwen2.5-VL's tower take 1.2 to 1.35 times as long with
+MKL as with oneDNN. oneDNN reads torch's weights in place. Each layer keeps its weights, so you can
+save, move, change, adapt and inspect them as before. The kernel is private to torch: if a release
+lacks it, "auto" chooses torch's default.
 
 On a GPU, a matmul is fast only if every row starts at a multiple of 16 bytes. The rows of 3,420
 half-precision values inside the MLPs of Qwen2.5-VL-3B and 7B do not. Four more columns change no
 result; on an H200 the MLP of a 504 px image then takes 0.08 ms instead of 0.25 ms. The same wide
-matrices save two kernels of a block, which has 12 instead of 14.
+matrices save two kernels per block, so a block has 12 kernels instead of 14.
 """
 
 import time
@@ -45,9 +45,9 @@ class OneDnnLinear(nn.Linear):
 class FusedSwiGLU(SwiGLU):
     """A SwiGLU in four kernels instead of six, whose weights are parts of wider matrices; `fuse_mlps` makes it.
 
-    One matmul computes gate and up, and another one adds its product to the residual, in place. The
-    hidden values have a further column, which is always 1, so the bias of `down_proj` is a column
-    of its wide matrix. Names, shapes and values of the weights are as before, but those of
+    One matmul computes gate and up, and a second matmul adds its product to the residual, in place.
+    The hidden values have a further column, which is always 1, so the bias of `down_proj` is a
+    column of its wide matrix. Names, shapes and values of the weights are as before, but those of
     `down_proj` are not contiguous. With gradients, or once the weights have been moved elsewhere,
     it computes like a SwiGLU.
     """
@@ -101,8 +101,8 @@ def use_onednn(model: nn.Module) -> None:
 def times_as_fast() -> float:
     """Return oneDNN's speed-up over torch's default, or 0 if it cannot be called; measured once, in about 10 ms.
 
-    It compares thread CPU time and the fastest of several interleaved calls, so other processes
-    barely affect it.
+    The CPU time of this thread is compared, for the fastest of several interleaved calls, so other
+    processes barely affect the result.
     """
     x, weight, bias = torch.ones(128, 512), torch.ones(512, 512), torch.ones(512)
     ways = partial(F.linear, x, weight, bias), partial(_onednn, x, weight, bias)

@@ -5,10 +5,11 @@
     pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
 Memory then depends on N, not on the length of the prompt, except for the cache and for media that
-are pruned. The kept tokens of a pruned item are known only after all of it is encoded, so all its
-embeddings are in memory at the same time. Positions are those of the full prompt, which are known
-from sizes before anything is encoded; each chunk uses a section of them. An engine that does not
-know the later media in advance needs `recompute_mrope_positions`, which gives the same positions.
+are pruned. The kept tokens of a pruned item are known only after the whole item is encoded, so all
+its embeddings are in memory at the same time. Positions are those of the full prompt, which are
+known from sizes before anything is encoded; each chunk uses a section of them. An engine that does
+not know the later media in advance needs `recompute_mrope_positions`, which gives the same
+positions.
 
 Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
@@ -108,7 +109,7 @@ def prefill_in_chunks(
     cache, last = DynamicCache(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     places = media_places(trace.spans)
-    rows, keep = language_model.text_rows(trace.full_ids[:0]), trace.keep[:0]  # for pieces that were begun
+    rows, keep = language_model.text_rows(trace.full_ids[:0]), trace.keep[:0]  # the rest of a piece that spans chunks
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
         rows_LW = language_model.text_rows(trace.full_ids[start:stop])

@@ -1,8 +1,8 @@
 """A media cache: embeddings are stored by the content they come from, so a cached image or video is not encoded again.
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
-    the key is cached               return a copy of its embeddings: a hit
-    it is not                       encode, store a copy, drop the least recently used entries: a miss
+    the key is cached               a hit: return a copy of its embeddings
+    the key is not cached           a miss: encode, store a copy, drop the least recently used entries
 
 A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if
 the tower uses it (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt,
@@ -12,8 +12,8 @@ rate. If a prompt is read in chunks, the cache stores pieces of media.
 The key also covers the tower: the values of its weights, even if torch counts no change
 (`weight.data`, a step of a fused optimiser), and the class and attributes of each module. It does
 not cover hooks, or methods that were replaced in a class; call `clear` after such a change. While a
-module of the tower is in training mode, its result may be random (dropout), so nothing is stored,
-and nothing is answered from the cache.
+module of the tower is in training mode, its result may be random (dropout), so nothing is stored in
+the cache or read from it.
 """
 
 import hashlib

@@ -92,11 +92,11 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: a refvl encoder, or an `EncoderGraphManager`, with which each rank replays its own
-    graphs. pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each
+    vision_model: a refvl encoder, or an `EncoderGraphManager`, which then replays its own graphs on
+    each rank. pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each
     rank copies only its own rows to its encoder's device. grid_thw_list: (t, h, w) per item in
     patches, or the layouts that the encoder plans. rope_type: "rope_3d", as in vLLM; no encoder of
-    this library needs its other kind, "rope_2d".
+    this library needs vLLM's other value, "rope_2d".
 
     Returns one tensor per item. Raises ValueError on all ranks, before anything is sent, if rows
     and grids do not match. If one rank fails later, the others wait until the group's timeout, or
@@ -153,7 +153,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
-        nccl = dist.get_backend(group) == "nccl"  # it sends only CUDA tensors, by default from GPU 0 on every rank
+        nccl = dist.get_backend(group) == "nccl"  # NCCL sends only CUDA tensors, by default from GPU 0 on every rank
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local

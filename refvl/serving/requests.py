@@ -2,7 +2,7 @@
 
     {"id": "a", "prompt": "What is it?", "images": ["cat.jpg"]}  ->  {"id": "a", "answer": "a cat"}
 
-The id of a request without one is the number of its line. Answers are appended as soon as their
+A request without an id gets the number of its line as its id. Answers are appended as soon as their
 batches are done. The same command continues a run that was stopped: it skips ids that have an
 answer and repeats those that have an error.
 """

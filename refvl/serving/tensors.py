@@ -47,7 +47,7 @@ def generate(
     """
     generate_kwargs.pop("mm_token_type_ids", None)  # added by transformers' processors; the ids imply it
     model.check_options("generate", generate_kwargs, max_new_tokens)
-    Request("", pruning_rate=pruning_rate, pruning=pruning)  # it checks both
+    Request("", pruning_rate=pruning_rate, pruning=pruning)  # checks both values
     if pruning_rate > 0:
         model.family.require("pruning")
     if image_embeds is not None or video_embeds is not None:

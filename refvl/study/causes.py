@@ -1,10 +1,9 @@
-"""Causes of a first difference that a recomputation proves: the stage runs again,
-with one thing changed.
+"""Causes of a first difference that a recomputation proves: the stage runs again with a single change.
 
-    resize       another filter or order in Pillow, or torchvision's bicubic needs the image: one run is a `Trace`
+    resize       a different filter or order in Pillow, or torchvision's bicubic; needs the image of a `Trace`
     tower        a window order that was not undone; rows and columns exchanged
     positions    axes exchanged; the rules of other releases (`refvl.study.releases`)
-    text model   axes exchanged; the theta of another release
+    text model   axes exchanged; the theta of a different release
 
 A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces
 the other.
@@ -52,7 +51,7 @@ def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> st
         return ""
     distances = [float((right.float() - run).norm()) for run in runs]
     odd = distances.index(max(distances))
-    enough = max(LEFT, 4 * distances[1 - odd] / distances[odd])  # kernels separate even two correct runs
+    enough = max(LEFT, 4 * distances[1 - odd] / distances[odd])  # even two correct runs differ, because of kernels
     if not enough < 0.5:
         return ""
     for cause, found in made:

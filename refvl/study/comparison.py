@@ -1,8 +1,7 @@
-"""A comparison of two runs, on disk or in memory: the first stage that differs, where,
-and by how much.
+"""A comparison of two runs, on disk or in memory: the first stage that differs, its location and the difference.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
-    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, and where
+    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, its difference and location
 
 A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's
 stages. Other software can write folders of the same form, with some or all stages
@@ -29,8 +28,8 @@ FORMAT, TENSORS, MANIFEST = "refvl stages 2", "stages.safetensors", "manifest.js
 STAGES = ("decode media", "patchify", "encode", "prune", "merge", "positions", "prefill", "decode tokens")
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-RTOL = 1e-3  # for stages of media: allows float32 rounding in a tower, and detects bfloat16
-# a text model may amplify a difference between its inputs by this factor; the measured factor is at most 1
+RTOL = 1e-3  # for stages of media: tolerates float32 rounding in a tower, and detects bfloat16
+# a text model may amplify a difference between its inputs by this factor; measured factors are at most 1
 GROWTH = 8
 
 

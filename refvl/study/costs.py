@@ -111,8 +111,8 @@ def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count frames. If it were planned as a
-    video of sixteen frames, its area would be eight times too small. Upstream:
+    The item is an image, not a video, because GLM's budgets count frames. The area of a frame in a
+    video of sixteen frames would be eight times smaller. Upstream:
     `get_image_size_with_most_features` (vLLM).
     """
     return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
@@ -168,8 +168,7 @@ def _head_dim(text_config) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """Estimate the bytes of the tower's peak, which it reaches in a block's MLP or when it rotates
-    queries and keys.
+    """Estimate the tower's peak memory in bytes, reached in a block's MLP or in the rotation of queries and keys.
 
     Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two
     float32 copies of queries and keys, and a third copy with the halves of each head swapped.
@@ -199,13 +198,13 @@ def encoder_operations(encoder: Any, layouts: list) -> int:
 
 
 def prefill_operations(language_model: Any, tokens: int) -> int:
-    """Count the operations of a text model's layers: each weight once per token, and all pairs.
+    """Count the operations of a text model's layers: each weight once per token, and all pairs of tokens.
 
     tokens: the length of the prompt. For each token, only the experts that it uses are counted.
     Pairs hidden by the causal mask are also counted, as in torch's counter. The head, which runs
     for one token, is not counted.
     """
-    from refvl.language.step3_vl import Step3TextMoE  # not above: figures need no transformers
+    from refvl.language.step3_vl import Step3TextMoE  # imported here, because figures need no transformers
 
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))

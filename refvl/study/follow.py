@@ -1,4 +1,4 @@
-"""One request, line by line: the functions that it calls, in call order, and their line counts.
+"""One request, line by line: the functions that the request calls, in call order, and their line counts.
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
@@ -295,7 +295,7 @@ def _row(function: Function, checks: bool, lines: range) -> str:
 
 
 def count_checks(function: Function, lines: range) -> str:
-    """Return text such as "6 lines check"."""
+    """Return a label such as "6 lines check" for lines that only check arguments."""
     count = len(function.source.code.intersection(lines))
     return "1 line checks" if count == 1 else f"{count} lines check"
 

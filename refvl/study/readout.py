@@ -35,9 +35,9 @@ class Readout(ExitStack):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
-        """model: a model whose output has `logits`, (B, rows, V).
+        """Set the hooks. model: a model whose output has `logits`, (B, rows, V).
 
-        layers: its layers. length: L, the number of prompt tokens.
+        layers: the model's layers. length: L, the number of prompt tokens.
         """
         super().__init__()
         self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
@@ -53,7 +53,7 @@ class Readout(ExitStack):
         """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer,
         without the final norm.
 
-        On the CPU.
+        The result is on the CPU.
         """
         return torch.stack([state.cpu() for state in self.states]) if self.states else None
 
@@ -69,7 +69,8 @@ class Readout(ExitStack):
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 
-    # torch adds and removes a hook and its `with_kwargs` in two steps: between them, other threads pass no kwargs.
+    # torch adds and removes a hook and its `with_kwargs` in two steps: between these steps, other
+    # threads pass no kwargs.
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
             cache = (kwargs or {}).get("past_key_values")

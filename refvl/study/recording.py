@@ -1,9 +1,11 @@
 """The stages of transformers' own processor and model, recorded with hooks,
 so that `refvl.compare` can explain differences.
 
-transformers is given only the messages and the files. Its processor applies the chat template, samples frames, writes
-timestamps and placeholders, and prepares pixels: images with its Pillow backend, videos with torchvision, for which it
-has no other backend (`pip install 'refvl[compare]'`). Its model runs tower, merge, positions and text model.
+transformers is given only the messages and the files. Its processor applies the chat template,
+samples frames, writes timestamps and placeholders, and prepares pixels: images with its Pillow
+backend, videos with torchvision, for which it has no other backend
+(`pip install 'refvl[compare]'`). Its model runs the tower, the merge, the positions and the text
+model.
 """
 
 import os
@@ -32,10 +34,10 @@ IMAGES = {"Qwen2_5_VL": "Qwen2VL", "Qwen3VL": "Qwen2VL", "MiniCPMV4_7": "MiniCPM
 
 
 def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
-    """Return the checkpoint's processor in transformers, whose class has the name of refvl's.
+    """Return transformers' processor for the checkpoint; its class has the same name as refvl's processor class.
 
-    videos: whether the prompt contains any. Raises ValueError for families that transformers has no processor for, and
-    ImportError if videos need torchvision, which is missing.
+    videos: whether the prompt contains any. Raises ValueError for families that transformers has no
+    processor for, and ImportError if there are videos but torchvision is missing.
     """
     names = [base.__name__ for base in type(vlm.processor).__mro__ if hasattr(transformers, base.__name__)]
     if not names:
@@ -54,8 +56,9 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
 def transformers_inputs(processor: Any, trace: Trace) -> Any:
     """Return the inputs for `generate` that transformers' processor makes from the messages and files of a trace.
 
-    Media that are not files come from the trace, as do items whose message sets their size or their part of a file.
-    `video_metadata` holds the frames that were sampled. Arguments of the template are not passed on.
+    Media that are not files are taken from the trace. So are items whose message sets their size,
+    or a part of the file. `video_metadata` holds the frames that were sampled. Arguments of the
+    template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
     images = [_file_or(source, medium, options) for (kind, source, options), medium in pairs if kind == "image"]
@@ -77,7 +80,7 @@ def transformers_inputs(processor: Any, trace: Trace) -> Any:
 
 def _file_or(source: Any, medium: Any, options: dict) -> Any:
     opened = medium.source if isinstance(medium, Video) else medium.info.get("source")
-    # transformers has no options of one item
+    # transformers accepts no options for a single item
     return opened if isinstance(source, (str, os.PathLike)) and not options.keys() & {*FITTED, *PART} else medium
 
 
@@ -107,7 +110,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         rows = inputs[PIXELS[kind][0]].split(grid.prod(1).tolist())
         found |= {f"patchify/{i}": x for i, x in zip(items[kind], rows, strict=True)}
     found["merge/input_ids"] = inputs["input_ids"][0]
-    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # their model accepts either images or videos
+    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # transformers accepts only one kind
         return Stages(found, source, list(trace.layouts))
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
@@ -115,7 +118,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     encoded, merged = list[Tensor](), list[dict]()
 
     def keep_rows(tower: Any, arguments: Any, output: Any) -> None:
-        deeper = getattr(output, "deepstack_features", None) or ()  # of Qwen3-VL
+        deeper = getattr(output, "deepstack_features", None) or ()  # only Qwen3-VL has them
         encoded.append(torch.cat([output.pooler_output, *deeper], dim=-1))
 
     text = model.model.language_model

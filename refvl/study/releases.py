@@ -14,9 +14,11 @@ from torch import Tensor
 
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
-# Choices by which refvl's prompts differ from those of transformers' processors (5.17 to 5.23) on purpose: the settings
-# of our processor, and the options of `tokenize`, that give theirs. One choice affects only pixels: we resize frames of
-# MiniCPM-V 4.6 and 4.7 with Pillow, like images; transformers uses torchvision, which differs by a level or two of 255.
+# Choices by which refvl's prompts intentionally differ from those of transformers' processors (5.17
+# to 5.23), with the settings of our processor, and the options of `tokenize`, that reproduce
+# transformers' prompts. One choice affects only pixels: we resize frames of MiniCPM-V 4.6 and 4.7
+# with Pillow, like images. transformers uses torchvision, which differs by one or two of 255
+# levels.
 CHOICES: dict[str, tuple[dict, dict]] = {
     "Qwen3-VL's videos without the outer special tokens, as in transformers 4.57": ({"outer_tokens": True}, {}),
     "special tokens in a user's text are text": ({}, {"allow_special_tokens": True}),
@@ -75,9 +77,9 @@ def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
     """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered
     without gaps.
 
-    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect
-    there, because the attention of its text model does not rotate queries and keys. Its Mamba
-    layers use only the order of the tokens.
+    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. The rule has no
+    effect there, because the attention of that text model does not rotate queries and keys, and the
+    Mamba layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
 

@@ -91,7 +91,7 @@ class Trace(Record):
     def ttft(self) -> float:
         """The seconds to the first token: all stages except the decoding of later tokens.
 
-        With beams, it is the time to the last token.
+        With beams, the result is the time to the last token.
         """
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 

@@ -57,7 +57,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
 
 def _make_shallow(config: PretrainedConfig, depth: int) -> None:
     """Cut both models to `depth` layers; the list of DeepStack layers keeps its length,
-    as each entry has weights.
+    because each entry has weights.
     """
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []

@@ -1,5 +1,4 @@
-"""A parsed file of the library: its code lines, the lines that only check, its functions,
-and its statements.
+"""A parsed file of the library: its code lines, the lines that only check arguments, its functions, and its statements.
 
 Code lines exclude blank lines, comments and docstrings. All line numbers start at 1.
 """
@@ -11,7 +10,7 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # functions with these names only check
+_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # functions with these names only check arguments
 _NO_CODE = {  # kinds of tokens that are not code
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -21,10 +20,10 @@ class Source:
     """A parsed file of the library. All line numbers start at 1.
 
     lines: the text of each line. code: the line numbers of all code, without blank lines, comments
-    and docstrings. checks: the code lines that only check: a `raise`, a condition that ends in one,
-    an `except`, a call or a definition of a check function, and everything in checks.py.
-    docstrings: the line numbers of all docstrings. functions: by their first line, including
-    decorators.
+    and docstrings. checks: the code lines that only check arguments: a `raise`, a condition that
+    ends in one, an `except`, a call or a definition of a check function, and everything in
+    checks.py. docstrings: the line numbers of all docstrings. functions: by their first line,
+    including decorators.
     """
 
     def __init__(self, path: Path):
@@ -75,7 +74,7 @@ def _tokens(text: str) -> set[int]:
 
 
 def _checks(tree: ast.Module) -> set[int]:
-    """Return the lines that only check."""
+    """Return the lines that only check arguments."""
     found = set[int]()
     for node in ast.walk(tree):
         match node:
@@ -109,5 +108,5 @@ def _span(node: ast.stmt | ast.ExceptHandler) -> range:
 
 
 def _first(node: ast.stmt | ast.ExceptHandler) -> int:
-    """Return the first line of a node, decorators included."""
+    """Return the first line of a node, including decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

@@ -1,12 +1,13 @@
 """Nine functions on the path of Qwen2.5-VL that you can write yourself: `model.with_stages(window_index=mine)`.
 
-    target_size  patch_rows               pixels      a medium's size, and its patches
-    window_index  rotate  attend  fold    tower       who attends to whom, and where tokens end up
-    mrope  evs                            positions   where tokens stand, and which video tokens stay
-    replay                                graphs      one recording for batches of every size
+    target_size  patch_rows               pixels      the size of a media item, and its patches
+    window_index  rotate  attend  fold    tower       which patches attend to each other, and the order of the tokens
+    mrope  evs                            positions   the positions of tokens, and the video tokens that are kept
+    replay                                graphs      one recording for batches of all sizes
 
-`trace(replace=...)` changes a result. Here, your code runs in place of the library's and receives its arguments.
-notebooks/mine.py defines each function: its arguments, its result, and a tiny example.
+`trace(replace=...)` changes a result. Here, your function runs in place of the library's, with the
+same arguments. notebooks/mine.py defines each function: its arguments, its result, and a tiny
+example.
 
 Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K; L tokens in a prompt. Grids in tokens.
 """
@@ -45,7 +46,9 @@ def fold(x: Tensor, merge: int, project: Callable[[Tensor], Tensor], inverse: Te
 
 @dataclass(frozen=True)
 class Stages:
-    """The nine functions. None is the library's own path at this stage; `rotate` and `fold` are its plain forms."""
+    """The nine functions. None means that the library's own function runs; the defaults of `rotate`
+    and `fold` are plain forms of the library's functions.
+    """
 
     # height, width, factor, min_pixels, max_pixels -> height, width
     target_size: Callable = fit_budget
@@ -93,7 +96,7 @@ class StagedProcessor(Qwen2_5_VLProcessor):
 
 
 class StagedAttention(VisionAttention):
-    """A block's attention. `rotary` is the reader's function; the backend may be, too."""
+    """A block's attention. `rotary` is the reader's function, and `backend` may also be one."""
 
     def forward(self, x: Tensor, rotary: Any, segments: Segments, backend: Any) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
@@ -101,7 +104,9 @@ class StagedAttention(VisionAttention):
 
 
 class StagedTower(Qwen2_5_VisionTransformer):
-    """The tower with the same weights; `stages` decide which patches attend to each other, and where tokens end up."""
+    """The tower with the same weights; `stages` determine which patches attend to each other, and
+    the order of tokens.
+    """
 
     stages: Stages
 
@@ -118,7 +123,7 @@ class StagedTower(Qwen2_5_VisionTransformer):
         return to_device(plan, self.device)
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
-        """Encode as the library does. A recording cannot read lengths, so its attention is the library's."""
+        """Encode as the library does. A recording cannot read lengths, so a capture uses the library's attention."""
         stages, m = self.stages, self.config.spatial_merge_size
         patches, plan, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         backend = backend if attention else stages.attend or backend
@@ -163,7 +168,9 @@ class StagedPath(Pipeline):
         return trace
 
     def position(self, trace: Any) -> None:
-        """Set the positions; only VidCom2 has dropped tokens before, none of them at the end of the prompt."""
+        """Set the positions. Only VidCom2 has dropped tokens before this stage, and none of these
+        tokens end the prompt.
+        """
         if self.encoder.stages.mrope is None:
             return super().position(trace)
         spans = [(span.offset, span.t, span.h, span.w, span.t_factor) for span in trace.spans]
@@ -174,7 +181,7 @@ class StagedPath(Pipeline):
 def with_stages(vlm: Any, functions: dict[str, Callable]) -> Any:
     """Return a model that shares all weights with `vlm` and runs `functions`, named as in `Stages`.
 
-    Graphs are captured again if `vlm` has any. Raises ValueError for a model of another family.
+    Graphs are captured again if `vlm` has any. Raises ValueError for a model of a different family.
     """
     if vlm.family.name != "Qwen2.5-VL":
         raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")

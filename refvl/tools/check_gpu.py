@@ -28,7 +28,7 @@ from refvl.tools import gpu_checks
 from refvl.tools.gpu_checks import Skipped
 
 SECONDS = {False: 60, True: 600}  # time limits of a quick run, and of a run with all checks
-GOOD = ("passed", "skipped")  # a check in one of these states does not fail a run
+GOOD = ("passed", "skipped")  # checks in these states do not fail a run
 
 
 def describe_backend(backend: str) -> str:

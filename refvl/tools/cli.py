@@ -194,9 +194,9 @@ def compare(
         str | None, typer.Option(help="the checkpoint of one of the runs, to prove the cause of a difference")
     ] = None,
 ):  # fmt: skip
-    """Compare two saved runs: print the first difference, its size, its location and its cause, if one was proven.
+    """Compare two saved runs: print the first difference, its size, its location and its cause, if a cause was proven.
 
-    The exit status is 1 if they differ.
+    The exit status is 1 if the runs differ.
     """
     vlm = refvl.load(model, progress=False) if model else None
     comparison = refvl.compare(a, b, rtol=rtol, atol=atol, model=vlm)

@@ -6,7 +6,7 @@ viz computes nothing itself.
 from typing import Any
 
 from refvl.lazy import find_name
-from refvl.viz.live import live  # at once, because the folder has the same name
+from refvl.viz.live import live  # imported here, because the folder has the same name
 
 FILES = {
     "attention": "plot_attention plot_states",

@@ -16,8 +16,8 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, centered, image_axes
 
-_COMMON = 0.98  # share of values within the colour range; others are clipped
-# of the veil over a cell without attention; a coloured heat map instead would hide the image
+_COMMON = 0.98  # the share of values within the colour range; other values are clipped
+# the opacity of the veil over a cell without attention; a coloured heat map would hide the image
 _OPACITY = 0.7
 
 
@@ -25,7 +25,7 @@ def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
     """Draw an image under a veil that is lifted where attention goes;
-    a small grid shows the percentages, too.
+    in a small grid, the percentages are also written.
 
     picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell.
     patch: the (row, column) that attends, framed. segments_HW: (rows, columns) numbers; a line

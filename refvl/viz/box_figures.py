@@ -44,7 +44,7 @@ def plot_box_readings(
     and as each convention reads it.
 
     box: x1, y1, x2, y2 in pixels of the image. picture, resized: (width, height). The legend lists
-    how far the centre is from the true one, in pixels of the image.
+    the distance of each box's centre from the true centre, in pixels of the image.
     """
     answer = from_picture([box], picture=picture, resized=resized, family=family).round()
     ax = image_axes(ax, f"{family} writes {answer[0].int().tolist()}", figsize=(4.4, 5.4))

@@ -1,4 +1,4 @@
-"""Figures of the video tokens that are kept, the reason, and the cost.
+"""Figures of EVS: the video tokens that are kept, the reason, and the cost.
 
 plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
@@ -101,8 +101,8 @@ def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
 
 
 def plot_dissimilarity(dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", ax=None) -> np.ndarray:
-    """Draw one map per grid step of how much each token differs from that of the previous step,
-    except in step 0.
+    """Draw one map per grid step: how much each token differs from the token in the same cell one
+    step earlier. Step 0 has no such map.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
     Raises ValueError for values of a shape other than (t, h * w).

@@ -18,8 +18,8 @@ explore_timeline    the timelines of all variants for many durations and frame r
 explore_slices      slices and crops of one photo at any size, and what the queries read from them
 explore_crops       slices and crops without a model
 
-Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an
-explorer. `refvl.viz` imports this file on first use, because explorers need anywidget and figures
+Explorers draw with the `plot_*` functions of `refvl.viz`, so no module for figures imports an
+explorer. `refvl.viz` imports this file on first use, because explorers need anywidget, but figures
 do not.
 """
 
@@ -91,11 +91,11 @@ def explore_positions(
 ) -> Explorer:  # fmt: skip
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token.
 
-    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide.
-    processors: {name: processor} of models with M-RoPE, by default those of the shipped models.
-    image, clip: inputs of `load_image` and `load_video`. Conventions of released software are drawn
-    over ours if they differ. Needs anywidget. Raises FileNotFoundError if shipped data that it needs
-    is not installed.
+    The explorer starts near `second_per_grid` seconds per grid step, with frames `side` merged
+    tokens wide. processors: {name: processor} of models with M-RoPE, by default those of the
+    shipped models. image, clip: inputs of `load_image` and `load_video`. The positions of released
+    software are drawn over refvl's if they differ. Needs anywidget. Raises FileNotFoundError if
+    shipped data is needed but not installed.
     """
     if processors is None:
         check_clone("explore_positions without processors")

@@ -106,7 +106,7 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
 def _family_line(name: str, place: int) -> dict[str, Any]:
     """Return a family's line style.
 
-    Later lines are thinner, so both are visible where two coincide.
+    Later lines are thinner, so both lines are visible if two coincide.
     """
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
@@ -117,9 +117,9 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     """Draw correct answers in percent: one row per removed mechanism,
     one column per kind of question.
 
-    rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that
-    lost answers. The first row is the unchanged model, and the score of guessing is below each
-    kind.
+    rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that is
+    significantly below the unchanged model. The first row is the unchanged model, and the score of
+    guessing is below each kind.
     """
     lines = list(dict.fromkeys(row["without"] for row in rows))
     kinds = {row["question"]: row["chance"] for row in rows}

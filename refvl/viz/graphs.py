@@ -65,7 +65,8 @@ def _parts(operations: Sequence[Operation], buffers: Mapping[str, Tensor], tower
     """Yield the part of the tower that each operation belongs to.
 
     From the first reader of lengths (`cu_...`) on, the operations of an attention module build a
-    mask and use it. On a GPU, there is one kernel instead, so they are a part of their own.
+    mask and use it. On a GPU, one kernel replaces these operations, so they count as a separate
+    part.
     """
     names, attending = {module: name.split(".") for name, module in tower.named_modules()}, set()
     lengths = [tensor for name, tensor in buffers.items() if name.startswith("cu_")]

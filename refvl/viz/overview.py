@@ -21,7 +21,8 @@ def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 11
     """Draw patches and windows of `photo` at about `tokens` tokens,
     and kept tokens and positions of a pruned video.
 
-    clip: the trace of a run on one video with `pruning_rate` set; ValueError if nothing was pruned.
+    clip: the trace of a run on one video with `pruning_rate` set. Raises ValueError if nothing was
+    pruned.
     """
     figure = plt.figure(figsize=(13, 6), layout="constrained")
     pictures, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.6, 1)).flat

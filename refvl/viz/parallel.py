@@ -1,6 +1,6 @@
 """Data-parallel encoding: the items of each rank, the gathered rows, and the speed-up.
 
-plot_assignment     one bar per rank with its items; hatched while the rank waits for the slowest
+plot_assignment     one bar per rank with its items, hatched while the rank waits for the slowest one
 plot_gather         the rows of an all-gather, rank by rank with padding, above the caller's order
 plot_speed_up       the speed-up over the number of ranks
 """

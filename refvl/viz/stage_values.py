@@ -29,7 +29,7 @@ AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 
 
 
 def values(journey: Journey, stage: str) -> list[str]:
-    """Return the figures of a stage; none if it made nothing to draw, or freed its results."""
+    """Return the figures of a stage; there are none if the stage made nothing to draw, or if its results were freed."""
     run = journey.trace
     match stage:
         case "decode media":

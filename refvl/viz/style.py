@@ -42,7 +42,7 @@ STAGE_COLORS = (
 )  # fmt: skip
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part that contrasts with the surface
-HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
+HIGHLIGHT = _LIGHT["highlight"]  # the colour of the things that a figure points at
 HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 
 
@@ -66,8 +66,9 @@ def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, b
     """Return a figure as data and metadata of a notebook's output: alt text,
     and its width on the page.
 
-    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice
-    the pixels of its size on the page, or only as many if it would exceed `heavy` bytes.
+    The figure is a JPEG (photographs) or a PNG of few colours (drawings), whichever is smaller. A
+    figure has twice the pixels of its size on the page, or the pixels of that size if it would
+    otherwise exceed `heavy` bytes.
     """
     sharp = _rendered(figure, 2 * figure.dpi)
     for times, quality in ((2, 55), (1, 72)):
@@ -93,7 +94,7 @@ def describe_figure(figure: Figure) -> str:
 
 
 def _describe_panel(ax: Axes) -> str:
-    """Return "title: y over x (names of the legend)", as far as a panel has them."""
+    """Return "title: y over x (names of the legend)", without the parts that a panel lacks."""
     title = ", ".join(filter(None, (ax.get_title("left"), ax.get_title(), ax.get_title("right"))))
     axes = " over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
     said = ": ".join(filter(None, ("colours" if ax.get_label() == "<colorbar>" else title, axes)))
@@ -108,7 +109,7 @@ def png_of(figure: Figure) -> bytes:
 
 def _rendered(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
-    as_is = {"compress_level": 0}  # it is read at once, so speed matters
+    as_is = {"compress_level": 0}  # the PNG is only decoded again, so speed matters
     figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, pil_kwargs=as_is)
     return Image.open(buffer).convert("RGB")
 

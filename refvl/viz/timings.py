@@ -47,7 +47,7 @@ def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axe
 def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     """Draw curves on logarithmic axes, where the slope is the exponent.
 
-    rows: of one measurement, with the same `x`.
+    rows: the rows of one measurement, with the same `x`.
     """
     ax = axes_or_new(ax)
     for row, color in zip(rows, STAGE_COLORS, strict=False):
@@ -90,7 +90,7 @@ def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Ax
 
     rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
 
-    The first two follow each other on the device; launches run in parallel, on the host.
+    Products and traffic follow each other on the device; launches run in parallel, on the host.
     """
     ax = axes_or_new(ax, figsize=(8, 3.8))
     places, width = np.arange(len(rows)), 0.38

@@ -109,7 +109,7 @@ def plot_attention_segments(
 
     cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation of the
     segments (`window_index`), to draw the mask in row-major order; None draws it in the order of
-    the segments. Raises ValueError for cu_seqlens of any other shape.
+    the segments. Raises ValueError for cu_seqlens of a different shape.
     """
     check_shape(cu_seqlens, ("segments + 1",), "cu_seqlens")
     segment = segment_numbers(cu_seqlens)

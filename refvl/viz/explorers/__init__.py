@@ -30,7 +30,7 @@ functions compute:
 2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the
 helpers.
 
-3. A table in `words.toml`: what its page is called, asks, explains, and concludes.
+3. A table in `words.toml`: the page's title, question, explanation, and conclusion.
 
 4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page
 and for the tests.

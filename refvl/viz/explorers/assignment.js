@@ -109,7 +109,7 @@ export default explorer(view => {
       `${waits ? "this device waits for the slowest one" : "no other device is slower"}`;
   }, () => {
     const rank = ranks()[rankOf(view.item)], unit = view.shared.unit;
-    const waits = longest() - rank.load, rest = waits ? `then waits for the time that ${waits} more would take` : "does not wait";
+    const waits = longest() - rank.load, rest = waits ? `then idles for as long as ${waits} more would take` : "does not wait";
     return `image ${view.item + 1} has ${sizes()[view.item]} ${unit}. Its device encodes ${rank.load} ${unit} in all and ${rest}`;
   });
   return { count: () => sizes().length };

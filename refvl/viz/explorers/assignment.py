@@ -1,5 +1,5 @@
 """Assignment: images of many sizes arrive, one of two rules assigns them to devices,
-and all wait for the slowest.
+and all devices wait for the slowest one.
 """
 
 from collections.abc import Sequence

@@ -43,9 +43,7 @@ def module(name: str) -> str:
 
 
 def words(name: str) -> dict[str, str]:
-    """Return what an explorer's page says, by part, from `words.toml`;
-    nothing for a name without a table.
-    """
+    """Return the text of an explorer's page, by part, from `words.toml`; it is empty for a name without a table."""
     table = tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8")).get(name, {})
     return {part: " ".join(text.split()) for part, text in table.items()}
 
@@ -67,7 +65,7 @@ class Control:
     over a list of options.
 
     options: numbers or strings, in order, without repetition. label: the text before the control,
-    with the unit. plays: the text on the button of a player, which says what will move. rare:
+    with the unit. plays: the text on the button of a player, which names what will move. rare:
     whether the control is folded away.
     """
 
@@ -84,8 +82,8 @@ class Explorer(anywidget.AnyWidget):
 
     index: the current state. selected: the item that the reader chose, -1 for none; each subclass
     defines its items. The reader and Python can set both. Raises ValueError if there is not one row
-    per state, or `start` is not a state. title, asks, terms, action, takeaway: what its page says,
-    from `words.toml`: the question that it asks, an explanation of the terms, something to try, and
+    per state, or `start` is not a state. title, asks, terms, action, takeaway: the text of the
+    page, from `words.toml`: a title, a question, an explanation of the terms, something to try, and
     the conclusion.
     """
 
@@ -174,7 +172,7 @@ class Explorer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **kwargs):
         """Return the widget, a figure for front ends that cannot run it,
-        and a text for those without images.
+        and a text for front ends without images.
         """
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         picture = base64.b64encode(self.still()).decode()

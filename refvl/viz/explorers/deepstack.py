@@ -82,8 +82,8 @@ class DeepstackExplorer(Explorer):
         return text, logits[0, -1].float().softmax(-1).cpu()
 
     def _shown(self, asked: Asked, likely: Tensor) -> dict[str, Any]:
-        """Return the data shared by a question's states. norms (1 + k, M):
-        of each token's embedding and features.
+        """Return the data shared by a question's states. norms (1 + k, M): the norms of each
+        token's embedding and features.
         """
         encoder: Any = self.model.encoder
         main, deeper = encoder.split(asked.trace.embeds[0])

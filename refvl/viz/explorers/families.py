@@ -12,9 +12,7 @@ DEVICE = "H100"  # the times are computed for its peak
 
 
 class FamiliesExplorer(Explorer):
-    """The explorer of families, which are its items;
-    those without video support have no row for videos.
-    """
+    """The explorer of families. Items are families; a family without video support has no row for videos."""
 
     _esm = module("families")
 

@@ -22,7 +22,7 @@ from refvl.viz.explorers.stale import StaleReplay, replay_stale
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
-START = "window_index"  # the initial stale buffer: its tokens come out in the wrong order
+START = "window_index"  # the initial stale buffer: if it is stale, tokens are in the wrong order
 LEAST, MOST = 1e-3, 10.0  # the relative errors with the lowest and the highest bar
 
 

@@ -61,9 +61,7 @@ class SlicesExplorer(Explorer):
         return self.model.encoder.config.query_num if self.model else 0
 
     def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
-        """Return both families' cuts of a photo of `size` (width, height),
-        and its tokens in both prompts.
-        """
+        """Return both families' cuts of a photo of `size` (width, height), and the photo's tokens in both prompts."""
         slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
         columns, rows = slices.grid or (0, 0)
         of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
@@ -125,7 +123,7 @@ class SlicesExplorer(Explorer):
 
 def distinct_sizes(slices: SliceConfig, crops: CropConfig) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Return, for each of `SHAPES`, the sizes (width, height)
-    at which one family starts to cut differently.
+    from which one family cuts the photo differently.
     """
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shape in SHAPES:

@@ -35,7 +35,7 @@ def replay_stale(
 
     captured: a recording of the trace backend. before, batch: two batches, each a pair (patch rows,
     plan). An error is the norm of the difference relative to the correct result; for integers and
-    booleans, the share that differs.
+    booleans, it is the share of values that differ.
     """
     graph = captured.graph
     if not isinstance(graph, TraceGraph):

@@ -16,7 +16,7 @@ from refvl.study.watch import SegmentAttention, media_attention, probabilities
 from refvl.viz.explorers.base import Explorer
 
 COARSE, FINE = 255, 65_535  # steps of shares that are drawn, and of shares that are written as percentages
-MAX_PATCHES = 400  # per image, because every patch's attention to every other one is stored
+MAX_PATCHES = 400  # per image, because every patch's attention to every other patch is stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Watched:
     grid: tuple[int, int]  # rows, columns of patches
     merge: int  # patches along the side of a merge block
     answer: list[str]  # a word per new token
-    chances: list[float]  # the probability of each, when it was chosen
+    chances: list[float]  # the probability of each token when it was chosen
 
     @property
     def patches(self) -> Tensor:

@@ -267,7 +267,7 @@ function map() {
     box.classList.toggle("flows", hurts && S.change[S.stages[i + 1]] >= 0.0005);
     box.querySelector(".pct").innerHTML = !hurts && !isSource ? "" : isSource ? `<span>broken: </span>${percent(c)}` : `${percent(c)}<span> changed</span>`;
     if (S.stage === stage) box.setAttribute("aria-current", "step"); else box.removeAttribute("aria-current");
-    box.title = hurts ? "how far these values are from the intact run: 0 % are the same, 100 % have nothing in common" : "";
+    box.title = hurts ? "how far these values are from the intact run's: identical at 0 %, nothing in common at 100 %" : "";
     box.setAttribute("aria-label", `${stage}${isSource ? ", broken here" : ""}${hurts ? `, ${percent(c)} changed` : ""}`);
   });
 }

@@ -3,8 +3,8 @@ in one HTML file.
 
     model.safetensors   -> int8 rows with a float32 scale each, compressed, base64
     config.json         -> the sizes that `model.js` reads
-    tokenizer, template -> the ids around a question, and what `tokenizer.js` needs to read one
-    *.js                -> one module for the page and one for its worker
+    tokenizer, template -> the ids around a question, and the data with which `tokenizer.js`
+    tokenises a question *.js -> one module for the page and one for its worker
 
 `make site` writes one page per checkpoint of `LIVE`. A page loads nothing and runs without a
 kernel.
@@ -51,8 +51,8 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
     """Return the live page of a checkpoint as one HTML file that loads nothing.
 
     checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of
-    the other checkpoints' pages. Raises ValueError for other checkpoints, FileNotFoundError without
-    a clone of the repository.
+    the other checkpoints' pages. Raises ValueError for a checkpoint that is not in `LIVE`, and
+    FileNotFoundError without a clone of the repository.
     """
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
@@ -114,8 +114,8 @@ def bites(checkpoint: str) -> dict[str, Any]:
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
     """Return all tensors as bytes, and a table {name: [offset, is int8, rows, values per row]}.
 
-    Matrices become int8 with a float32 scale per row (float32 as they are, unless `quantized`),
-    vectors float32.
+    Matrices become int8 with a float32 scale per row (or stay float32, unless `quantized`); vectors
+    are float32.
     """
     from safetensors.torch import load_file
 
@@ -157,7 +157,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "mean": image.image_mean, "std": image.image_std, "timeStep": 0,
     }  # fmt: skip
     kinds = {"picture": prompt(processor, "image", Image.new("RGB", (SIDE, SIDE)))}
-    if "tokens_per_second" in vision:  # otherwise each frame follows its timestamp, which the page does not write
+    if "tokens_per_second" in vision:  # in other families, timestamps precede frames; the page writes none
         video = processor.video_config
         pixels["timeStep"] = vision["tokens_per_second"] * video.temporal_patch_size / video.fps
         kinds["clip"] = prompt(processor, "video", DATA / "clips" / "scene.mp4")

@@ -158,13 +158,13 @@ function tower(S) {
   const isFull = !S.config.vision.fullatt_block_indexes || S.config.vision.fullatt_block_indexes.includes(block) || (S.on && S.broken === "open");
   return { head: `In block ${block + 1}, a patch may look at ${isFull ? "its whole frame" : "its own window"}.`,
     line: `Head ${h % S.perBlock + 1} of this patch reads ${percent(others[best])} from line ${Math.floor(best % 36 / 6) + 1}, column ${best % 6 + 1}` +
-      `${S.on ? `; after the last block, ${percent(S.change.tower)} has changed` : ""}.` };
+      `${S.on ? `; after the last block, the values differ by ${percent(S.change.tower)}` : ""}.` };
 }
 
 function other(S) {
   const c = S.change[S.stage], source = BREAKS[S.broken].stage, asked = S.asked(), head = TITLES[S.stage];
-  if (!S.on) return { head, line: `Nothing is exchanged: both sides are equal.${asked ? ` Follow the ${asked.shape}.` : ""}` };
-  if (source === S.stage) return { head, line: `The fault is here: ${percent(c)} has changed.` };
-  if (c >= 0.0005) return { head, line: `The fault has arrived: ${percent(c)} has changed.` };
+  if (!S.on) return { head, line: `Nothing is exchanged, so both sides are the same.${asked ? ` Follow the ${asked.shape}.` : ""}` };
+  if (source === S.stage) return { head, line: `The fault is here: the values differ by ${percent(c)}.` };
+  if (c >= 0.0005) return { head, line: `The fault shows here: the values differ by ${percent(c)}.` };
   return { head, line: S.stages.indexOf(S.stage) < S.stages.indexOf(source) ? "The fault comes later: nothing has changed here." : "The fault does not pass through this stage: nothing has changed." };
 }
