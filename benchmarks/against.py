@@ -92,9 +92,9 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 def serve() -> None:
     """Answer each line on stdin until it is closed.
 
-    The answer to "kernel" is the kernel of the tree's towers, the answer to "groups" is the names of all
-    groups, and the answer to a group's name is its rows. For a row's name, the answer is the row's shortest CPU
-    time.
+    For the request "kernel", the answer is the kernel of the tree's towers; for "groups", it is the
+    names of all groups. For a group's name, the answer is the group's rows; for a row's name, it is
+    the row's shortest CPU time.
     """
     from benchmarks.tower import choose_linear
 

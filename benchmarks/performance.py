@@ -119,9 +119,10 @@ def _tensors(values) -> list[Tensor]:
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
     """Count operations, and kernels and bytes by kind, of one forward on a square image; nothing is computed.
 
-    on_gpu: count as on a GPU, where RMSNorm is one kernel, and the rotary embedding two. Otherwise
-        RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim` compares the number.
-        `refvl.load` also fuses the MLPs on a GPU, which is not counted here: 12 kernels instead of 14.
+    on_gpu: count as on a GPU, where RMSNorm is one kernel, and the rotary embedding is two kernels.
+        Otherwise RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim` compares the
+        number. `refvl.load` also fuses the MLPs on a GPU, which is not counted here: 12 kernels
+        instead of 14.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):

@@ -29,13 +29,15 @@ from refvl.paths import DATA
 from refvl.positions import mrope_delta
 from refvl.study.report import Trace
 
-RATES = {"qwen2_5_vl": (0.0, 0.25, 0.5, 0.75), "qwen3_vl": (0.0,), "glm4v": (0.0,)}  # of pruning, by family
+RATES = {"qwen2_5_vl": (0.0, 0.25, 0.5, 0.75), "qwen3_vl": (0.0,), "glm4v": (0.0,)}  # pruning rates by family
 TOLERANCE = 2e-5  # as a share of the largest logit: both use float32, but add in a different order
 NEW_TOKENS = 24
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
-    """Return (kind, arguments of `chat`) of all requests to a family; with pruning, of those that it can change."""
+    """Return (kind, arguments of `chat`) of all requests to a family; with pruning, only of those
+    that pruning can change.
+    """
     kinds = ["motion"] if q else find_family(name).kinds
     found = [(kind, request.arguments) for kind in kinds for request in requests_for(kind, count)]
     motions, colors = requests_for("motion", count // 3, first=2000), requests_for("color", count, first=1000)

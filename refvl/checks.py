@@ -1,4 +1,4 @@
-"""Checks of what callers pass; their errors name the argument, the value passed and the allowed values."""
+"""Checks of callers' arguments; the errors name the argument, its value and the allowed values."""
 
 import difflib
 import json
@@ -218,7 +218,7 @@ def is_grid(layout: object) -> bool:
     return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
-INSTEAD = {  # the name of an argument or key elsewhere -> what to write here
+INSTEAD = {  # the name of an argument or key in other software -> its name here
     "system": "a message with role 'system'", "stop": "stop_strings", "max_tokens": "max_new_tokens",
     **dict.fromkeys(("tools", "enable_thinking", "chat_template_kwargs"), "template_kwargs={...}"),
     "total_pixels": "max_pixels, the area of a frame", "raw_fps": "video_metadata, and pass the frames",

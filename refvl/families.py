@@ -135,7 +135,7 @@ FAMILIES = (
 
 
 PROCESSOR_FILES = ("tokenizer.json", "vocab.json", "processor_config.json", "preprocessor_config.json")
-CANVAS_IDS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")  # of MiniCPM-V 4.7
+CANVAS_IDS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")  # in MiniCPM-V 4.7
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:

@@ -172,7 +172,7 @@ class VLM(Pipeline):
     def check_options(self, method: str, options: dict, max_new_tokens: int | None) -> int:
         """Return the number of beams; raise ValueError for options that `method` does not support.
 
-        This happens before anything is encoded (`refvl.serving.options`).
+        The check runs before anything is encoded (`refvl.serving.options`).
         """
         from refvl.serving.options import check_options
 

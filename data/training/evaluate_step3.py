@@ -51,7 +51,11 @@ def evaluate(model: refvl.VLM, kind: str, count: int, *, split: str = "test", ba
 
 
 def missed(accuracy: dict[str, dict[str, float]]) -> list[str]:
-    """Return the kinds that miss their goal: 99 % with crops; without, chance for letters and 95 % for the rest."""
+    """Return the kinds that miss their goal.
+
+    With crops, the goal is 99 %. Without crops, it is chance for letters, and 95 % for all other
+    kinds.
+    """
     kinds = []
     for kind, row in accuracy.items():
         least = 0.95 if kind in OTHERS else 0.99

@@ -355,7 +355,7 @@ def _after_another(asked: dict) -> dict:
     return asked | {"images": [scenes.render(scenes.draw_scene("test", 5000)), *asked["images"]]}
 
 
-UNTRAINED = {  # changes of a question's media that no training showed; they have no goal
+UNTRAINED = {  # changes of a question's media that no training showed; these kinds have no goal
     "five frames": _video(lambda frames: frames[:5]),
     "nothing moves": _video(lambda frames: frames[:1].repeat(6, axis=0)),
     "4.2 frames a second": _video(lambda frames: frames, 4.2),

@@ -1,9 +1,10 @@
 """Everyday sentences that people may send to a model that knows only scenes, in various spellings.
 
-A tiny model answers everything outside its training with one sentence that names the questions it can answer. It
-therefore sees such inputs in training: sentences built from the lists in `everyday_words.json`, words in random order,
-strings that are no words, and empty prompts. `everyday_held_out.txt` contains 300 sentences for the evaluation, written
-by someone who had not seen these lists; `draw` rejects them, so none can be drawn here.
+A tiny model answers everything outside its training with one sentence that names the questions it
+can answer. It therefore sees such inputs in training: sentences built from the lists in
+`everyday_words.json`, words in random order, strings that are no words, and empty prompts.
+`everyday_held_out.txt` contains 300 sentences for the evaluation, written by someone who had not
+seen these lists; `draw` rejects these sentences, so none of them can be drawn here.
 
 >>> rewrite("What color is the circle?", british=True, case="lower", mark=False)
 'what colour is the circle'

@@ -122,8 +122,9 @@ def sizes(family: Any) -> list[int]:
 
 
 def labels_of(drawn: list[scenes.Scene], seen: Arrangement) -> tuple[Tensor, Tensor]:
-    """Return (B * 9, 4, 2) the shape and colour of each cell's neighbours, 0 for none, and (B * 9, 11) whether each
-    shape and each colour is among the others in its window.
+    """Return two tensors. The first, (B * 9, 4, 2), contains the shape and colour of each cell's
+    neighbours, 0 for none. The second, (B * 9, 11), contains whether each shape and each colour is
+    among the other objects in the cell's window.
     """
     pairs = [_labels(scene, seen) for scene in drawn]
     names, others = (torch.from_numpy(np.concatenate(x)) for x in zip(*pairs, strict=True))

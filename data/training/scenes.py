@@ -46,7 +46,7 @@ TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # the place that each place
 CORNERS = (0, 2, 6, 8)  # the places of an image's quarters, in reading order
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), where y points down
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
-PROGRESS = (0, 0, 0.25, 0.5, 0.75, 1)  # the moving object's offset in each frame: it waits during the first two
+PROGRESS = (0, 0, 0.25, 0.5, 0.75, 1)  # the moving object's offset in each frame: it waits during the first two frames
 HELP = "Ask me about the color, shape, place or motion of an object."  # the answer to all other questions
 
 
@@ -190,7 +190,7 @@ def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[l
         order = np.argsort(~lined_up, kind="stable") if alike else slice(None)
         return list(places[order][:count]), 0
     dx, dy = DIRECTIONS[direction]
-    along, across = int(rng.integers(2)), int(rng.integers(3))  # cells between it and the edge behind it; its lane
+    along, across = int(rng.integers(2)), int(rng.integers(3))  # cells between object and edge behind it; the lane
     start = along if dx + dy > 0 else 2 - along
     column, row = (start, across) if dx else (across, start)
     room = 2 - along
@@ -250,7 +250,7 @@ def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
 
 
 def mover_centers(scene: Scene) -> list[tuple[float, float]]:
-    """Return the centre (x, y) of the moving object in each of the six frames; it waits during the first two."""
+    """Return the centre (x, y) of the moving object in each of the six frames; it waits during the first two frames."""
     (x, y), (dx, dy) = scene.things[0].center, DIRECTIONS[scene.direction]
     return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in PROGRESS]
 

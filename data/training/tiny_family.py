@@ -45,7 +45,7 @@ from refvl.processors.minicpmv_video import TENTHS
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)  # Qwen3-VL's mean and standard deviation of every channel
 DEFAULT = "qwen2_5_vl"
-VARIANTS = ("glm4v_table",)  # each differs from a different family only in its training
+VARIANTS = ("glm4v_table",)  # families that differ from another family only in their training
 NAMES_IN_MODEL = {r"^model\.": "model.language_model.", r"^visual\.": "model.visual."}
 REFINING = {  # settings in the recipes of all families; their training continued from earlier weights
     "warmup": 30, "pictures": 12, "picture_batches": 2, "asides": 2, "photos": 4, "measure_on": 96,
@@ -61,7 +61,7 @@ class TinyFamily:
     """
 
     name: str
-    release: str | None = None  # the suffix of the folder if it is not the name
+    release: str | None = None  # the suffix of the folder's name if it is not `name`
     end_of_turn = "<|im_end|>"  # ends every answer
     end_of_media: dict[str, str]  # "image", "video" -> the token after the item, where the questions begin
     encoder: type  # the class of the tower
@@ -271,7 +271,7 @@ class TinyQwen2_5_VL(TinyFamily):
 
 
 class TinyQwen3VL(SampledTable):
-    """Each step of a video is preceded by its timestamp, to a tenth of a second and split into digits.
+    """Each step of a video is preceded by its timestamp, which is rounded to a tenth of a second and split into digits.
 
     So <12.2 seconds> is one token longer than <7.2 seconds>. The separator after a frame is the first token
     that can attend to both the timestamp and the event. The budget is 9 to 16 merged tokens of 32 x 32 px per

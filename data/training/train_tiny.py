@@ -250,9 +250,9 @@ class Pool:
 class Drawn:
     """Scenes of one size as they are shown.
 
-    scenes: as the questions see them, after an exchange of places. labels: (B * M, 4), or (B * M, 4 patches,
-    4). shown: arguments of `TinyModel.encode`. seen: the coordinates and windows that the tower is given, if
-    questions depend on them.
+    scenes: the scenes that the questions are about, after an exchange of places. labels: (B * M,
+    4), or (B * M, 4 patches, 4). shown: arguments of `TinyModel.encode`. seen: the coordinates and
+    windows that the tower is given, if questions depend on them.
     """
 
     scenes: list

@@ -10,11 +10,11 @@
        | norm             LayerNorm
     (N, E)
 
-It is SigLIP without a class token and without the attention pool. Apart from the exact GELU, the
-layers are those of `NaVitSiglip`, and timm's weight names are mapped to the names in that class. A
-plan contains the table resized to the grid, as in `refvl.encoders.glm4v`, so it becomes stale when
-the table changes. `encode` accepts patch rows of images of different sizes; `forward` accepts
-images of one size.
+This tower is SigLIP without a class token and without the attention pool. Apart from the exact
+GELU, the layers are those of `NaVitSiglip`, and timm's weight names are mapped to the names in that
+class. A plan contains the table resized to the grid, as in `refvl.encoders.glm4v`, so it becomes
+stale when the table changes. `encode` accepts patch rows of images of different sizes; `forward`
+accepts images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.

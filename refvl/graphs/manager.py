@@ -9,9 +9,9 @@
 
 Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of
 an image are squares of two sizes, so each size has its own graphs. The paths pack independently, so
-images that share a replay on one path may not share one on the other. One path may also run eagerly
-while the other one replays graphs. Upstream: `EncoderCudaGraphManager`, which packs images once for
-all paths (`plan_paired_batches`).
+two images may share a replay on one path but not on the other. One path may also run eagerly while
+the other path replays graphs. Upstream: `EncoderCudaGraphManager`, which packs images once for all
+paths (`plan_paired_batches`).
 
 The manager uses only these parts of an encoder: plan, forward, metadata at capacity, and the sizes
 of an item.
@@ -354,8 +354,8 @@ def _limits_of(path: Any, min_budget: int, max_budget: int | None, **given) -> L
 def baked_in(encoder: nn.Module) -> tuple:
     """Return the values that a graph of `encoder` depends on; if any of them changes, the graph must be captured again.
 
-    They are the address and dtype of each parameter, and the active adapters, their scaling and the
-    merged adapters.
+    These values are the address and dtype of each parameter, and the active adapters, their scaling
+    and the merged adapters.
     """
     modules = _modules(encoder)
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]

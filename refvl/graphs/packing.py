@@ -121,8 +121,8 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best of all partitions: the smallest sum of budgets, then the fewest groups.
 
     The bits of an integer represent a set of items. The best cost of a set follows from smaller
-    sets. Its last item is in some group, and the best cost of the remaining items is already known.
-    Time and memory grow as 3 to the power of the number of items.
+    sets. The last item of a set is in some group, and the best cost of the remaining items is
+    already known. Time and memory grow as 3 to the power of the number of items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1

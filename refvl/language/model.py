@@ -68,9 +68,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         position_shift: (B, 3), added to the positions of decode steps, which transformers continues
         from the last column of the prompt.
 
-        transformers inspects the argument names to find out what a model accepts. This method also
-        keeps cached tokens from running again; otherwise, transformers' assisted decoding would run
-        the prompt twice.
+        transformers inspects the argument names to find out which arguments a model accepts. This
+        method also keeps cached tokens from running again; otherwise, transformers' assisted
+        decoding would run the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:

@@ -111,9 +111,10 @@ def recompute_mrope_positions(
     unpruned layout, are cut off. num_computed_tokens: the number of prompt tokens that are done; their positions are
     not changed.
 
-    Returns positions (3, L) int64 and delta. For any chunk boundaries, the positions equal the full layout restricted
-    to the kept tokens. This holds up to the end of the last piece and the text after it. Media tokens that have not
-    arrived yet have provisional positions. Raises ValueError if the pieces do not fit the prompt.
+    Returns positions (3, L) int64 and delta. For any chunk boundaries, the positions equal the full
+    layout restricted to the kept tokens. The equality holds up to the end of the last piece and the
+    text after it. Media tokens that have not arrived yet have provisional positions. Raises
+    ValueError if the pieces do not fit the prompt.
     """
     ids = torch.as_tensor(input_ids).flatten().cpu()
     check_shape(mrope_positions, (3, "at least L"), "mrope_positions")

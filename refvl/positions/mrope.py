@@ -128,10 +128,10 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
 def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     """Return the axis (0, 1, 2 for t, h, w) that rotates each rotary pair of a head, fastest first, (pairs,) int64.
 
-    section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs and w the slowest.
-    Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs. Raises
-    ValueError or TypeError naming section unless it contains three counts. Upstream: `mrope_section`,
-    `mrope_interleaved`.
+    section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs,
+    and w gets the slowest. Interleaved (Qwen3-VL): h and w get every third pair each, and t gets
+    the remaining pairs, so every axis has fast and slow pairs. Raises ValueError or TypeError
+    naming section unless it contains three counts. Upstream: `mrope_section`, `mrope_interleaved`.
 
     >>> [mrope_axis_of_pairs((4, 2, 2), interleaved=how).tolist() for how in (False, True)]
     [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]

@@ -248,8 +248,8 @@ class ChatProcessor:
     def spell(self, token: str) -> list[int]:
         """Return the ids of a special token's characters, as if there were no special tokens.
 
-        This equals `split_special_tokens=True`, but that setting is part of the tokenizer, so it would affect other
-        threads.
+        The result equals that of `split_special_tokens=True`, but that setting is part of the
+        tokenizer, so it would affect other threads.
         """
         backend = self.tokenizer.backend_tokenizer
         words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]

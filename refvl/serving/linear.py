@@ -1,6 +1,6 @@
 """Linear layers with the faster kernel: oneDNN's or torch's on a CPU, and wide, aligned matrices on a GPU.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors: at 224 px, on
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. At 224 px, on
 an AMD EPYC with one thread, two blocks of Qwen2.5-VL's tower take 1.2 to 1.35 times as long with
 MKL as with oneDNN. oneDNN reads torch's weights in place. Each layer keeps its weights, so you can
 save, move, change, adapt and inspect them as before. The kernel is private to torch: if a release

@@ -69,8 +69,8 @@ def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
 def get_speed_up(grouped_sizes: Sequence[int]) -> float:
     """Return the speed-up over one rank alone, limited by the slowest rank, if time is proportional to size.
 
-    It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up /
-    ranks.
+    The speed-up is at most the number of ranks. The share of an all-gather that is padding is 1 -
+    speed-up / ranks.
     """
     return sum(grouped_sizes) / max(grouped_sizes) if max(grouped_sizes, default=0) else 1.0
 

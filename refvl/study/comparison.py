@@ -134,7 +134,7 @@ class Comparison:
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
     """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`,
-    or a folder that either saved.
+    or a folder that one of these saved.
 
     A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b, or of its
     token's row in the inputs of the text model. By default, rtol is 1e-3 up to the positions; in

@@ -187,7 +187,7 @@ def encoder_operations(encoder: Any, layouts: list) -> int:
     """Count one forward without padding; torch counts on a copy of the encoder that needs no
     memory.
 
-    This takes seconds.
+    The count takes seconds.
     """
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")

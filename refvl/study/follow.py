@@ -120,7 +120,7 @@ class Journey:
 
     def __str__(self) -> str:
         """Return every function in call order; "|" marks executed lines,
-        and lines that only check are folded.
+        and lines that only check arguments are folded.
         """
         n = self.numbers
         made = shapes(self)
@@ -157,9 +157,9 @@ class Recorder:
     def __init__(self, folder: Path):
         self.root = f"{folder}/"
         self.stage: str | None = ASK
-        self.stages: list[str | None] = []  # of each function
+        self.stages: list[str | None] = []  # the stage of each function
         self.calls = Counter[tuple[str, str, int]]()  # by (file, name, first line), in the order of first entry
-        self.callers: list[tuple[str, int] | None] = []  # of each function
+        self.callers: list[tuple[str, int] | None] = []  # the caller of each function
         self.events = defaultdict[str, set[int]](set)  # executed lines by file
         self.is_timed = False  # whether a stage that `Trace` times is in progress
 

@@ -33,7 +33,7 @@ RESULTS = {  # stage -> the field of the trace that it fills
     "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
     "positions": "positions",
 }  # fmt: skip
-TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # in a tower
+TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # tables in towers
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -2,9 +2,9 @@
 so that `refvl.compare` can explain differences.
 
 transformers is given only the messages and the files. Its processor applies the chat template,
-samples frames, writes timestamps and placeholders, and prepares pixels: images with its Pillow
-backend, videos with torchvision, for which it has no other backend
-(`pip install 'refvl[compare]'`). Its model runs the tower, the merge, the positions and the text
+samples frames, writes timestamps and placeholders, and prepares pixels. Images go through its
+Pillow backend. Videos go through torchvision (`pip install 'refvl[compare]'`), because transformers
+has no other backend for videos. Its model runs the tower, the merge, the positions and the text
 model.
 """
 

@@ -55,7 +55,7 @@ class TowerWatch:
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
         blocks = list(self.encoder.blocks)
-        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, then by pass through them
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, then by pass through blocks
         self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
         if attentions:
             for block, kept in zip(blocks, self.segments, strict=True):

@@ -53,7 +53,7 @@ from refvl.viz.explorers.timeline import TimelineExplorer
 from refvl.viz.explorers.windows import WindowsExplorer
 
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
-SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}  # with M-RoPE
+SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}  # use M-RoPE
 
 
 def explore_windows(
@@ -209,8 +209,9 @@ def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "
     and the timestamp
     of each pair of frames.
 
-    duration: seconds. fps: the frame rate of the video. Both are initial values. variant: the
-    variant whose first step is selected. Needs anywidget. Raises ValueError for an unknown variant.
+    duration: seconds. fps: the frame rate of the video. Duration and fps are initial values.
+    variant: the variant whose first step is selected. Needs anywidget. Raises ValueError for an
+    unknown variant.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
@@ -229,9 +230,9 @@ def explore_slices(
     at every size at which one of them cuts it differently.
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's
-    config. model: a small MiniCPM-V that cuts like `config`, but a whole number of times smaller;
-    the explorer then shows what its queries read from every slice, and its answer to `question`.
-    Needs anywidget.
+    config. model: a small MiniCPM-V that cuts like `config`, with slices that are smaller by a
+    whole factor. The explorer then also shows the attention of the model's queries to every slice,
+    and the model's answer to `question`. Needs anywidget.
     """
     return SlicesExplorer(image, config, crops, model, question)
 

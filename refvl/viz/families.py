@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from refvl.study.costs import MediaPlan
     from refvl.study.report import Trace
 
-FAMILY_KEYS = {  # in THEMES
+FAMILY_KEYS = {  # the keys of families' colours in THEMES
     "Qwen2.5-VL": "image", "Qwen3-VL": "ink", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "text",
 }  # fmt: skip
 FAMILY_MARKS = {"Qwen2.5-VL": "o", "Qwen3-VL": "D", "GLM-4.1V": "^", "MiniCPM-V 4.5": "s", "Step3-VL": "v"}

@@ -166,7 +166,7 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
     width = max(stop - start for start, stop in zip(starts, stops, strict=True))
     ax = axes_or_new(ax, figsize=(min(11, 0.42 * width + 1.6), 0.36 * len(starts) + 0.9))
     for row, (start, stop, span) in enumerate(zip(starts, stops, trace.spans, strict=True)):
-        end = span.offset + span.num_tokens  # of its tokens; the end-of-image token follows
+        end = span.offset + span.num_tokens  # the end of the tokens; the end-of-image token follows
         for place in range(start, stop):
             x = place - start
             if span.offset <= place < end:

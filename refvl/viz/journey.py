@@ -7,8 +7,8 @@ with the results of each stage.
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     Path("journey.html").write_text(page(journey, title="tiny-qwen2_5_vl"), encoding="utf-8")
 
-The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network or
-scripts.
+The page is one file of plain HTML that loads nothing: you can read it without a kernel, a network
+or scripts.
 """
 
 import html
@@ -28,7 +28,7 @@ from refvl.viz.stage_values import first_picture, values
 from refvl.viz.style import filled, variables
 
 TITLE = "One image, line by line"
-FILES = Path(__file__)  # with .html, .css and .js beside it
+FILES = Path(__file__)  # the .html, .css and .js files have the same name
 SAID = (  # the labels of `Numbers`
     "functions entered", "jumps to a different file", "files", "lines of code in these functions",
     "of these, lines that only check something", "lines of code in these files",
@@ -227,7 +227,7 @@ def _said(docstring: str) -> str:
 
 
 def _fold(function: Function, lines: range, links: str) -> str:
-    """Return lines that only check, folded, with the functions that they enter."""
+    """Return lines that only check arguments, folded, with the functions that they enter."""
     indent = f'style="--i:{_indent(function, lines[0])}"'
     shown = [_line(function, line, "", False) for line in lines if line not in function.source.docstrings]
     below = f'<p class="calls" {indent}>{links}</p>' if links else ""

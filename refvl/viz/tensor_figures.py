@@ -34,8 +34,8 @@ HEAT_ROWS, HEAT_COLUMNS = 48, 120
 def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] = ()) -> str:
     """Return a tensor's name, shape, type and numbers, with a drawing.
 
-    Cumulative lengths become segments, a permutation an order (on the grid of `merged` (t, h, w)
-    tokens if it has as many), other tensors a heat map.
+    Cumulative lengths are drawn as segments, and a permutation as an order (on the grid of `merged`
+    (t, h, w) tokens, if the numbers match). Other tensors are drawn as a heat map.
     """
     x = x.detach().cpu()
     caption = facts(name, x)
@@ -144,7 +144,7 @@ def heat(x: Tensor, alt: str) -> str:
 
 
 def figure(drawn: str, caption: str) -> str:
-    """Return a drawing with its caption; two narrow ones may be side by side."""
+    """Return a drawing with its caption; two narrow drawings may be side by side."""
     width = re.match(r'<[^>]* width="(\d+)"', drawn)
     narrow = ' class="narrow"' if width and int(width[1]) <= NARROW else ""
     return f"<figure{narrow}>{drawn}<figcaption>{caption}</figcaption></figure>"

@@ -74,8 +74,7 @@ def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float
 def plot_window_permutation(
     window_index: Tensor, cu_window_seqlens: Tensor, *, spatial_merge_size: int = 2, ax: Axes | None = None
 ) -> Axes:
-    """Draw row-major order above window order, and where each merged token goes;
-    for up to about 50 tokens.
+    """Draw row-major order above window order, with a line for each merged token; for up to about 50 tokens.
 
     window_index (M,), cu_window_seqlens (W + 1,) in patches: the result of `get_window_index`. The
     borders between the windows show their cumulative lengths. Raises ValueError for an index of a

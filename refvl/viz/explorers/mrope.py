@@ -69,7 +69,7 @@ class MropeExplorer(Explorer):
         i, k = list(SECTIONS).index(options["sections"]), THETAS.index(options["theta"])
         far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in EXTENT}
         scores, cos = self.shared["scores"][i][k], self.shared["cos"][i][k]
-        for number, axis in enumerate(EXTENT):  # the key moves along one axis, the others agree
+        for number, axis in enumerate(EXTENT):  # the key moves along one axis only
             curve = scores[:, 0].sum() - scores[number, 0] + scores[number, far[axis]]
             offsets = torch.arange(EXTENT[axis]) - QUERY[axis]
             left.plot(offsets, curve, color=AXIS_COLORS[axis], lw=3 - number / 2, label=axis)

@@ -12,10 +12,11 @@
     panel.js, minis.js      a side, and a stage as a picture; card.js: the picture to share; numbers.js: formulas
     app.js                  the controls around them
 
-Scripts can use `window.refvl`: `scene([{shape, color, place}, ...])` with places 0 to 8, row by
-row, then `await ask(text)`, which resolves to `{text, margin, ms}`, and `await broken(name, text)`
-to `{text, p, reason}`, where `reason` is null if the answer changed. `breaks` has the names;
-`clip(things, direction)`, `photo(name)`, `go(stage)` and `share()` do what the controls do.
+Scripts can use `window.refvl`. `scene([{shape, color, place}, ...])` shows a scene, with places 0
+to 8 in row-major order. Then `await ask(text)` resolves to `{text, margin, ms}`, and
+`await broken(name, text)` resolves to `{text, p, reason}`; `reason` is null if the answer changed.
+`breaks` contains the names; `clip(things, direction)`, `photo(name)`, `go(stage)` and `share()` do
+what the controls do.
 """
 
 

@@ -24,7 +24,7 @@ class LivePage(anywidget.AnyWidget):
         self.send({"page": self.checkpoint}, buffers=[page(self.checkpoint).encode()])
 
     def _repr_mimebundle_(self, **kwargs):
-        """Return the frame, with a still image and a sentence for places where it cannot run."""
+        """Return the frame, with a still image and a sentence for pages on which the frame cannot run."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         text = f"A small {LIVE[self.checkpoint]} in the browser. {ALT}."
         data |= {"text/plain": text}
