@@ -369,7 +369,9 @@ class TinyGlm4v(SampledTable):
     }  # fmt: skip
 
     def init_weights(self, model: nn.Module) -> None:
-        """Set the norms after attention and MLP to 0.2, because full-size updates would drown out the words."""
+        """Set the norms after attention and MLP to 0.2, because full-size updates would dominate
+        the word embeddings.
+        """
         for layer in model.model.layers:
             nn.init.constant_(layer.post_self_attn_layernorm.weight, 0.2)
             nn.init.constant_(layer.post_mlp_layernorm.weight, 0.2)

@@ -119,8 +119,8 @@ def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampl
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
     """Return a tensor or array as (H, W) or (H, W, 3 | 4); the channels may come first.
 
-    If the first and the last size could both count channels, those of a tensor come first, and
-    those of an array last.
+    If the first and the last size could both count channels, the first one does in a tensor, and
+    the last one does in an array.
     """
     array: Any = source
     if isinstance(source, torch.Tensor):
@@ -150,7 +150,7 @@ def grey_levels(image: Image.Image) -> np.ndarray:
 
 
 def as_uint8(array: np.ndarray) -> np.ndarray:
-    """Return integers in [0, 255] unchanged, uint16 scaled by 1/257, floats and booleans by 255; the result is rounded.
+    """Return integers in [0, 255] unchanged; divide uint16 by 257, multiply floats and booleans by 255, and round.
 
     Floats must be in [0, 1].
     """

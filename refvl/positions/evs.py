@@ -22,7 +22,8 @@ ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Return the number of video tokens kept at pruning rate q in [0, 1): at least the first frame's, at most all.
+    """Return the number of video tokens kept at pruning rate q in [0, 1): at least those of the
+    first frame, at most all tokens.
 
     The count depends on the sizes and on q, not on the content. So this function determines the number of placeholders
     in the prompt and the number of tokens in the mask.

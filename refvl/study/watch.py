@@ -155,8 +155,8 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
     """Stack weights (1, H, Q, T) of the prompt and of each new token into (H, all Q, all Q),
     zero for later keys.
 
-    T may be smaller than the number of keys so far (a sliding window: the last ones) or larger (a
-    static cache: free space after them).
+    T may be smaller than the number of keys so far, because a sliding window contains only the last
+    keys. T may also be larger, because a static cache has free space after the keys.
     """
     total, seen, rows = sum(step.shape[2] for step in steps), 0, []
     for step in steps:

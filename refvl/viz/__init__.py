@@ -1,4 +1,4 @@
-"""Figures: `plot_*(..., ax=None) -> Axes` are static, `explore_*(...)` and `live()` interactive.
+"""Figures: `plot_*(..., ax=None) -> Axes` are static; `explore_*(...)` and `live()` are interactive.
 
 viz computes nothing itself.
 """

@@ -63,7 +63,7 @@ def explore_windows(
 
     image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest
     budget, in merged tokens. window_sizes: pixels; a size with the same windows as a smaller one is
-    left out. If it is empty, only patches and merge blocks are shown.
+    left out. If window_sizes is empty, only patches and merge blocks are shown.
     """
     images = image if isinstance(image, Mapping) else {"photo": image}
     return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)
@@ -227,7 +227,7 @@ def explore_slices(
     question: str = "What is in the picture?",
 ) -> Explorer:
     """Explore how MiniCPM-V and Step3-VL cut one photo,
-    at every size at which one of them cuts it differently.
+    at every size from which one of them cuts the photo differently.
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's
     config. model: a small MiniCPM-V that cuts like `config`, with slices that are smaller by a

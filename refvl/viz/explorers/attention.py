@@ -27,8 +27,7 @@ LABELS = {"question": "question", "token": "word of the answer", "layer": "layer
 
 
 class AttentionExplorer(WatchedExplorer):
-    """The explorer of attention: that of the answer to the image,
-    and that of each patch in the tower, by head.
+    """The explorer of attention: the answer's attention to the image, and each patch's attention in the tower, by head.
 
     Items are patches, numbered like the rows of the tower's input.
     """

@@ -1,5 +1,5 @@
 """DeepStack: features of earlier tower blocks in the text model,
-and its answers if some of them are left out.
+and the model's answers if some features are left out.
 """
 
 import itertools
