@@ -37,9 +37,9 @@ COUNT = 200  # random cases
 def exercise(*names: str, call: Callable[[Callable], Callable] | None = None) -> Callable:
     """Turn a generator of cases into a check of the reader's function; names: the parts of its results.
 
-    call: turns the reader's function into one that takes the cases' arguments; None if it takes them itself.
+    call: turns the reader's function into a function of the cases' arguments; None if the reader's accepts them itself.
 
-    The generator's docstring says what the function has to do, then gives hints, from a nudge to nearly the solution.
+    The generator's docstring states the task, then gives hints, from a nudge to nearly the solution.
     """
 
     def decorate(cases: Callable[[random.Random], Iterator[Case]]) -> Callable[[Callable], Verdict]:
@@ -159,7 +159,7 @@ def rotate_by(axes: Tensor) -> Callable:
 
 @exercise()
 def check_read_table(rng: random.Random) -> Iterator[Case]:
-    """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2).
+    """`function(table (S*S, D), h, w) -> (h*w, D)`: the vector of each patch's nearest cell, in merge-block order.
 
     - Which cell of an S x S square does the centre of patch row i of h fall into?
     - int((i + 0.5) / h * S), and likewise for columns; row * S + column is the index in the table.
@@ -179,8 +179,8 @@ def check_read_table(rng: random.Random) -> Iterator[Case]:
 def check_slice_grid(rng: random.Random) -> Iterator[Case]:
     """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9.
 
-    - How many slices? Divide the area by 448 x 448 px and round up, to at most nine. If that is one: None.
-    - Try that number, one less and one more (2 to 9), and all ways to write each as columns * rows.
+    - How many slices? Divide the area by 448 x 448 px and round up, to at most nine. If the result is one, return None.
+    - Try that number, one less and one more (from 2 to 9), and all ways to write each number as columns * rows.
     - In the best grid, columns / rows is nearest to width / height, compared as logarithms.
     """
     sizes = [(int(2 ** rng.uniform(5, 12)), int(2 ** rng.uniform(5, 12))) for _ in range(COUNT)]
@@ -190,11 +190,11 @@ def check_slice_grid(rng: random.Random) -> Iterator[Case]:
 
 @exercise()
 def check_join_order(rng: random.Random) -> Iterator[Case]:
-    """`function(counts, crop_tokens, image_tokens) -> (M,)` int64: for each row of the result, image by image, crops
-    before the overview, where it is in a tensor with all crops first.
+    """`function(counts, crop_tokens, image_tokens) -> (M,)` int64: the result has one image after another, each
+    with its crops before its overview; for each of its rows, return the index in a tensor with all crops first.
 
-    - With one image, nothing has to move. With two, what has to be between their crops?
-    - Number the rows as they come: the crops of image 0, of image 1, ..., then the overviews, 0, 1, ...
+    - With one image, nothing has to move. With two images, what has to be between their crops?
+    - Number the rows of the input: the crops of image 0, of image 1, ..., then the overviews of images 0, 1, ...
     - Image i takes the next counts[i] * crop_tokens rows of the first kind, then the next image_tokens of the second.
     """
     drawn = [[rng.randint(0, 3) for _ in range(rng.randint(1, 5))] for _ in range(COUNT)]
@@ -208,7 +208,7 @@ def check_join_order(rng: random.Random) -> Iterator[Case]:
 
 @exercise("order", "counts", "loads")
 def check_load_balance(rng: random.Random) -> Iterator[Case]:
-    """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank.
+    """`function(sizes, num_gpus) -> (order, counts, loads)`: the largest item goes first, to the least loaded rank.
 
     - sorted(range(n), key=lambda i: -sizes[i]) is stable: equal sizes keep their order.
     - Keep one list of items and one sum per rank; the next item goes to the rank with the smallest sum.
@@ -246,8 +246,8 @@ def check_embeddings(rng: random.Random) -> Iterator[Case]:
     """`function(kept, ids, images, weights, encode)`: the embeddings of each image; no image is encoded twice.
 
     - Part 2 has five wrong caches. What do two of their requests have in common that they should not share?
-    - Each image needs a key of its own: SHA-256, not cut, over its shape, its values and the weights. What `encode`
-      returns changes with its next call, so keep a clone.
+    - Each image needs its own key: SHA-256, not cut, over its shape, its values and the weights. The next call of
+      `encode` overwrites the tensor that the previous call returned, so keep a clone.
     - for image in images: hashlib.sha256(repr((image.shape, weights)).encode() + image.numpy().tobytes()).digest()
     """
     a, b = (torch.arange(12, dtype=torch.uint8).view(2, 2, 3) + i for i in (0, 100))
@@ -279,7 +279,7 @@ def check_split_thought(rng: random.Random) -> Iterator[Case]:
 
     - The text before the last </think> is the thought; the text after it is the answer.
     - str.rpartition returns three parts; the middle part is empty if the tag is missing.
-    - Without </think>, all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.
+    - Without </think>, the text is the thought if it starts with <think>, and the answer if not. Remove tags; strip.
     """
     for number in range(32):  # all ways to write a text
         begin, end, tagged, space, thought = (number >> bit & 1 for bit in range(5))

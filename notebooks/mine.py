@@ -1,13 +1,13 @@
 """The vision side, written by you.
 
-Nine functions, in the order in which an image or a video passes through them. The notebooks 00 to 04 ask for one after
-the other, and `track.check` writes what is right into this file. You may also write here:
+Nine functions, in the order in which an image or a video passes through them. Notebooks 00 to 04 ask for one after
+another, and `track.check` writes each correct function into this file. You may also write here:
 
     import mine, track
     track.check(mine.window_index)    # named and 200 random cases: types, shapes, values
     track.run("window_index")         # the trained model answers with every function that is written
 
-As long as a body is `...`, the library's function runs in its place.
+As long as a body is `...`, the library's function runs instead.
 
 Sizes: T frames, C channels, H x W pixels; N patches, M tokens (merge * merge patches each), E numbers per patch;
 L tokens in a prompt. t, h, w: time steps, rows and columns of a grid. All indices and positions are int64.
@@ -20,12 +20,12 @@ import torch.nn.functional as F  # noqa: F401
 
 
 def target_size(height, width, factor, min_pixels, max_pixels):
-    """How large will the image be when it is cut? -> (height, width), two ints.
+    """Compute the size to which an image is resized. -> (height, width), two ints.
 
     Both are multiples of `factor`, the side of a token in pixels: each side is rounded to the nearest multiple, as
-    Python's `round` does it. If that area is above max_pixels, both *original* sides are divided by one number so that
-    the area would be max_pixels exactly, then rounded down (but never below one factor). If it is below min_pixels,
-    they are enlarged to min_pixels in the same way, and rounded up.
+    Python's `round` does it. If the area is then above max_pixels, both *original* sides are divided by the same number
+    so that the area would be exactly max_pixels, and rounded down (but never below one factor). If the area is below
+    min_pixels, both original sides are enlarged to min_pixels in the same way, and rounded up.
 
     target_size(100, 60, factor=28, min_pixels=3136, max_pixels=10**6)  ->  (112, 56): 4 x 2 = 8 tokens
     """
@@ -49,7 +49,8 @@ def window_index(grids, side):
     """Put tokens that share a window next to each other. grids: [(t, h, w), ...] in tokens -> (index, inverse, lengths)
 
     Windows are squares of side x side tokens inside one time step, laid from the top left; at the right and bottom
-    edges, they are whatever is left. Windows run row by row, tokens inside them too, then steps, then items.
+    edges, they may be smaller. Windows come row by row, and so do the tokens inside a window; then come the next step
+    and the next item.
     index: (M,), so that x[index] is in window order. inverse: (M,), so that x[index][inverse] is x again.
     lengths: a list with the number of tokens in each window; none is 0.
 
@@ -59,12 +60,12 @@ def window_index(grids, side):
 
 
 def rotate(x, row, column, theta=10000.0):
-    """Turn each patch's query or key by its place. x: (N, H, K); row, column: (N,) -> (N, H, K), of x's dtype.
+    """Rotate queries or keys by the rows and columns of their patches. x: (N, H, K); row, column: (N,) -> (N, H, K).
 
     Number i of a head and number i + K/2 are the two coordinates of a point, and there are K/2 points. The first K/4
-    are turned by row * speed, the others by column * speed. In both, point i, counted from 0, has speed
+    points are rotated by row * speed, the others by column * speed. In both groups, point i, counted from 0, has speed
     theta ** (-i / (K/4)).
-    The turn is (a, b) -> (a cos - b sin, a sin + b cos). x may be bfloat16: only the result is rounded to it.
+    The rotation is (a, b) -> (a cos - b sin, a sin + b cos). The result has x's dtype; nothing else is rounded to it.
 
     K=4 has two points, both at speed 1. With row=0 and column=pi/2, (1, 2, 3, 4) becomes (1, -4, 3, 2).
     """
@@ -72,10 +73,10 @@ def rotate(x, row, column, theta=10000.0):
 
 
 def attend(q, k, v, lengths):
-    """Attention that stays inside segments. q, k, v: (N, H, K) -> (N, H, K).
+    """Compute attention inside segments. q, k, v: (N, H, K) -> (N, H, K).
 
     lengths: a list; the first lengths[0] patches are a segment, the next lengths[1] are the next, and so on (none is
-    empty, and they cover all N). A patch attends to the patches of its own segment, each head for itself; scores are
+    empty, and they cover all N). A patch attends to the patches of its own segment, in each head separately; scores are
     divided by the root of K before the softmax.
 
     A segment of one patch: the result is its v. Equal keys: the result is the mean of the segment's v.
@@ -101,8 +102,8 @@ def mrope(length, spans):
     spans: [(offset, t, h, w, factor), ...], sorted: t * h * w tokens from prompt index `offset` on are an image or a
     video; all others are text. Text starts at 0 and advances by one, the same on all three axes. An
     item begins where text would continue: its token at step i, row j, column k is int(i * factor), j, k further (the
-    product in double precision). What follows continues one after the item's largest position on any axis.
-    delta: the largest position of all + 1 - length. New token number k will be at position length + k + delta.
+    product in double precision). The next token is one after the item's largest position on any axis.
+    delta: the largest position + 1 - length. New token k, counted from 0, will be at position length + k + delta.
 
     mrope(6, [(1, 1, 2, 2, 1.0)])  ->  0 1 1 1 1 3
                                        0 1 1 2 2 3
@@ -117,11 +118,11 @@ def evs(embeds, steps, rate, positions, offset):
     embeds: (M, D), the video's tokens, M / steps of them per time step; they start at prompt index `offset`.
     positions: (3, L) of the whole prompt. A token's score is 1 - its cosine similarity with the token in the same place
     one step earlier, in float32 whatever the dtype of embeds; if one of the two is all zeros, the similarity is 0. The
-    first step is kept whole. max(M / steps, int(M * (1 - rate))) tokens are kept: those with the largest scores; of
-    equal scores, the earlier token. Text is always kept. What is kept keeps its position. delta: the largest kept
-    position + 1 - the number of tokens that are kept, text included.
+    whole first step is kept. max(M / steps, int(M * (1 - rate))) tokens are kept: those with the largest scores; if
+    scores are equal, the earlier token. Text is always kept. Kept tokens keep their positions. delta: the largest kept
+    position + 1 - the number of tokens that are kept, including text.
 
-    Two steps of two tokens, rate 0.25: 3 are kept, so of the second step, the one that changed more.
+    Two steps of two tokens, rate 0.25: 3 are kept, both of the first step and the one of the second that changed more.
     """
     ...
 
@@ -130,9 +131,9 @@ def replay(graph, buffers, rules, batches):
     """Encode batches of different sizes with one recording. -> a list with one tensor per batch
 
     graph.replay() runs recorded operations again. They read the tensors in `buffers` (name -> tensor) at their fixed
-    addresses, and always return the same tensor (capacity, D). batches: [(contents, tokens), ...]: contents has, for
-    each buffer, a tensor that is not longer; the result is the first `tokens` rows. rules: how the rest of a buffer is
-    filled, by name: "zero"; "identity" (element i is i); "repeat_last" (the last value of the contents).
+    addresses, and always return the same tensor (capacity, D). batches: [(contents, tokens), ...]: contents has a
+    tensor for each buffer, at most as long; the result is the first `tokens` rows. rules: the name of each buffer ->
+    how the rest of it is filled: "zero"; "identity" (element i is i); "repeat_last" (the last value of the contents).
     All results must be valid when the function returns.
 
     A buffer of 6 gets 4 0 1. "zero": 4 0 1 0 0 0. "identity": 4 0 1 3 4 5. "repeat_last": 4 0 1 1 1 1.

@@ -1,12 +1,12 @@
-"""Nine functions that a reader writes, and that a trained model then answers with; nothing is trained again.
+"""Nine functions that a reader writes and with which a trained model then answers; nothing is trained again.
 
-    track.check(window_index)               right, or the first difference, on named and 200 random cases
-    track.run(window_index, predicted=...)  a scoreboard: the model with yours, with the library's, by chance
-    track.run("window_index", mistake=...)  the same with somebody's mistake
-    track.finish()                          the last moment: are all answers the library's?
+    track.check(window_index)               correct, or the first difference, on named and 200 random cases
+    track.run(window_index, predicted=...)  a scoreboard: correct answers with yours, with the library's, by chance
+    track.run("window_index", mistake=...)  the same with a planted mistake
+    track.finish()                          the end: do all answers equal the library's?
 
-mine.py has the nine tasks and keeps what is right: `check` writes it there, so that later notebooks run with it. A
-function that is not written yet is the library's. tasks.toml has the hints and the planted mistakes.
+mine.py contains the nine tasks. `check` writes each correct function into that file, so later notebooks run with it.
+If a function is not written yet, the library's runs. tasks.toml contains the hints and the planted mistakes.
 """
 
 import ast
@@ -58,7 +58,7 @@ RATE = 0.5  # of EVS, in the questions of `evs`
 OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
-KEPT = "mine.py keeps it"
+KEPT = "stored in mine.py"
 
 
 # ------------------------------------------------------------------------------------------------------- the functions
@@ -76,7 +76,7 @@ def written() -> dict[str, Callable]:
 
 @cache
 def planted(name: str, mistake: str) -> Callable:
-    """Return the right version of a function with one mistake in it."""
+    """Return the correct version of a function with one mistake in it."""
     if mistake not in TASKS[name]["mistakes"]:
         raise ValueError(f"mistake: expected one of {list(TASKS[name]['mistakes'])}, got {mistake!r}")
     source = inspect.getsource(getattr(solutions, name))
@@ -90,7 +90,7 @@ def planted(name: str, mistake: str) -> Callable:
 
 
 def check(function: Callable, count: int = 200) -> Verdict:
-    """Compare a function with what is expected; keep it in mine.py if it is right, and name a known mistake."""
+    """Compare a function with the expected results; store it in mine.py if it is correct, and name a known mistake."""
     name = getattr(function, "__name__", function)
     if not callable(function) or name not in NAMES:
         raise ValueError(f"check: expected a function named {', '.join(NAMES)}, got {name!r}")
@@ -100,7 +100,7 @@ def check(function: Callable, count: int = 200) -> Verdict:
     shown = {"hints": tuple(TASKS[name]["hints"]), "task": inspect.getdoc(getattr(mine, name))}
     verdict = _judged(name, function, count, **shown)
     if verdict.status == "wrong" and "took longer" not in verdict.line and (known := _known(name, function)):
-        verdict = replace(verdict, line=f"{verdict.line}. On every case, it does what this mistake does: {known}")
+        verdict = replace(verdict, line=f"{verdict.line}. On every case, it behaves like this mistake: {known}")
     if verdict.status == "right" and not own:
         verdict = replace(verdict, line=f"{verdict.line}; {_keep(name, function)}")
     if own or verdict.line.endswith(KEPT):  # with its date, for the page of `finish`
@@ -137,7 +137,7 @@ def _outcome(function: Callable) -> Callable:
 
 
 def _keep(name: str, function: Callable) -> str:
-    """Write a right function into mine.py, where it has to work with the names of that file; say what became of it."""
+    """Write a correct function into mine.py if it works with the names of that file; return a line about the result."""
     path = Path(mine.__file__)
     try:
         stub, source = inspect.getsource(getattr(mine, name)), textwrap.dedent(inspect.getsource(function))
@@ -150,10 +150,10 @@ def _keep(name: str, function: Callable) -> str:
         if _judged(name, space[name], 20).status != "right":
             code, known = function.__code__, function.__globals__.keys() - space.keys()
             used = ", ".join(n for n in (*code.co_names, *code.co_freevars) if n in known | {*code.co_freevars})
-            return f"mine.py does not keep it: it uses {used or 'names'} from outside; put them into the function"
+            return f"not stored in mine.py: the function uses {used or 'names'} from outside; define them inside it"
         write_whole(path, new.encode())
     except (OSError, ValueError, SyntaxError) as error:
-        return f"it could not be written into mine.py: {error}"
+        return f"the function could not be written into mine.py: {error}"
     return KEPT
 
 
@@ -197,7 +197,7 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
 
     functions: the reader's functions, or names of the nine; they run with those of mine.py. Stubs are the library's.
     With `mistake`, a planted mistake of the one named function runs alone. predicted: kind of question -> how many of
-    `count` will be right; it is kept and shown, and without it the board is folded. Never raises for the reader's code.
+    `count` will be correct; it is stored, and a board without it is folded. Never raises for the reader's code.
     """
     names = [f if isinstance(f, str) else f.__name__ for f in functions] or list(written())
     if unknown := [name for name in names if name not in NAMES]:
@@ -234,7 +234,7 @@ def _ask(board: Board, kinds: list[str], names: Sequence[str], yours: dict, coun
         _tell(board, model, [kind for kind in kinds if kind in OWN])
     except (Exception, checking.TooLong) as error:
         what = "it took too long" if isinstance(error, checking.TooLong) else f"{type(error).__name__}: {error}"
-        board.note = f"The model did not get to an answer: {what}".splitlines()[0]
+        board.note = f"The model gave no answer: {what}".splitlines()[0]
         said = [("", [-1])] * len(mixed)
     board.rows += [_row(kind, said[i :: len(kinds)], rate, guesses.get(kind)) for i, kind in enumerate(kinds)]
     board.printed = printed
@@ -275,7 +275,7 @@ def _remember(question: str, guess: Any) -> None:
 
 
 def scene(objects: dict[str, str]) -> Picture:
-    """Keep the reader's own scene, such as {"top left": "red circle"}, and show it on its 3 x 3 tokens."""
+    """Store the reader's own scene, such as {"top left": "red circle"}, and show it on its 3 x 3 tokens."""
     for place, name in objects.items():
         color, _, shape = name.partition(" ")
         if place not in scenes.PLACES or color not in scenes.COLORS or shape not in scenes.SHAPES:
@@ -313,9 +313,9 @@ def _tell(board: Board, model: refvl.VLM, kinds: Sequence[str]) -> None:
 
 
 def finish(count: int = 50) -> Board:
-    """Ask 200 questions about scenes and 50 about clips with all functions of mine.py, eagerly and replayed.
+    """Ask 200 questions about scenes and 50 about videos with all functions of mine.py, eagerly and replayed.
 
-    count: of each kind. Also writes mine.html: which functions, since when, and what the model answers with them.
+    count: the questions of each kind. Also writes mine.html: the functions, their dates, and the model's answers.
     """
     yours = written()
     missing = [name for name in NAMES if name not in yours]
@@ -342,4 +342,4 @@ def _page(board: Board, yours: dict[str, Callable]) -> str:
         write_whole(Path(mine.__file__).with_suffix(".html"), "\n".join(parts).encode())
     except OSError:
         return "mine.html could not be written."
-    return "mine.html keeps them and your functions."
+    return "mine.html contains the answers and your functions."

@@ -106,7 +106,7 @@ def test_right_functions_are_green_whatever_their_shape(name, mine):
         versions.append(getattr(Other, name))
     for right in versions:
         verdict = track.check(right)
-        assert verdict.status == "right" and re.fullmatch(r"in 20\d cases; mine.py keeps it", verdict.line), verdict
+        assert verdict.status == "right" and re.fullmatch(r"in 20\d cases; stored in mine.py", verdict.line), verdict
         kept = Path(mine.__file__).read_text()
         assert mine.__dict__[name].__doc__ and kept.count(f"def {name}(") == 1 and list(track.written()) == [name]
     assert track.check(mine.__dict__[name]).status == "right" and (track.DONE / name).exists()
@@ -118,7 +118,7 @@ def test_every_planted_mistake_is_red_and_recognised(name, mistake):
     verdict = track.check(track.planted(name, mistake))
     assert verdict.status == "wrong" and len(verdict.hints) == 3 and not track.written()
     if name != "replay":
-        assert "it does what this mistake does: " in verdict.line, verdict
+        assert "it behaves like this mistake: " in verdict.line, verdict
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
@@ -163,7 +163,7 @@ def test_names_from_outside_are_not_kept_and_what_is_printed_is_shown_once(capsy
         return solutions.fold(x, merge, project, inverse)
 
     verdict = track.check(fold)
-    assert verdict.line.endswith("put them into the function") and not track.written()
+    assert verdict.line.endswith("define them inside it") and not track.written()
     assert repr(verdict).count("a line") == repr(track.run(fold)).count("a line") == 3 and not capsys.readouterr().out
 
 
