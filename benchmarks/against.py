@@ -1,10 +1,10 @@
 """Compare the CPU benchmarks of this tree and of other commits in one run: `python -m benchmarks.against COMMIT ...`.
 
-Each commit is checked out into a separate folder. Its own process measures every row of `bench tower` and
-`bench performance` with its own `benchmarks`. For each row the processes alternate, so a busy machine slows all
-of them. The time of a row in a round is the shortest of several calls. The ratio of a row is this tree's CPU
-time divided by the commit's, as the median over the rounds. With --write the results are written to
-data/measurements/against_cpu.json.
+Each commit is checked out into a separate folder, and a separate process measures it with that commit's own
+`benchmarks`. The rows are those of `bench tower` and `bench performance`. For each row, the processes take
+turns, so a busy machine slows all of them. In each round, the time of a row is the shortest of several calls.
+The ratio of a row is this tree's CPU time divided by the commit's, as the median over the rounds. With --write
+the results are written to data/measurements/against_cpu.json.
 """
 
 import json
@@ -135,7 +135,7 @@ class Tree:
     def __init__(self, folder: Path):
         code = f"import runpy; runpy.run_path({__file__!r}, run_name='measured_tree')"
         environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-W", "ignore", "-c", code]  # -P: `benchmarks` is the tree's
+        command = [sys.executable, "-P", "-W", "ignore", "-c", code]  # -P: import `benchmarks` from `folder`
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 

@@ -8,9 +8,9 @@ each time:
 - doubling replay with budgets that double (`EncoderGraphManager`'s default); plans are cached after the first call
 - fitted replay with one budget for each image size: no padding, for users who know their input sizes
 
-Outputs are compared before anything is timed. On CUDA, the shapes are the released ones in bfloat16; on a CPU, where a
-replay shows semantics and not speed, towers and images are tiny. With --write the results are written to
-data/measurements/graphs_<tower>_<cpu|cuda>.json.
+Outputs are compared before anything is timed. On CUDA, the towers have their released shapes, in bfloat16. On a CPU,
+towers and images are tiny, because a replay there tests correctness, not speed. With --write, the results are written
+to data/measurements/graphs_<tower>_<cpu|cuda>.json.
 """
 
 import random

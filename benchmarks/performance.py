@@ -10,9 +10,9 @@ Everything is measured in CPU time on one thread, with interleaved calls:
 - the stages of whole answers
 - a fresh process up to its first answer, and the part of that time for importing torch and transformers' text model
 
-The work of the 7B tower in bfloat16 is counted and never run: its kernels, operations and bytes, with one kernel each
-for RMSNorm and attention, as on CUDA. The notebook derives estimates from these counts. With --write the results are
-written to data/measurements/performance_cpu.json.
+The 7B tower in bfloat16 is never run. Its kernels, operations and bytes are counted, with one kernel each for RMSNorm
+and attention, as on CUDA. The notebook derives estimates from these counts. With --write the results are written to
+data/measurements/performance_cpu.json.
 """
 
 import math

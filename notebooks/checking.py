@@ -135,7 +135,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> tuple:
-        """Return what is shown, with the prediction last."""
+        """Return the cells of the row, ending with the prediction."""
         off = "" if not isinstance(self.guess, int) else f"{self.guess} ({abs(self.guess - self.yours)} off)"
         return self.kind, f"{self.yours} of {self.count}", self.library, self.chance, self.same, off
 

@@ -161,7 +161,7 @@ def rotate_by(axes: Tensor) -> Callable:
 def check_read_table(rng: random.Random) -> Iterator[Case]:
     """`function(table (S*S, D), h, w) -> (h*w, D)`: the vector of each patch's nearest cell, in merge-block order.
 
-    - Which cell of an S x S square does the centre of patch row i of h fall into?
+    - Which cell of an S x S square does the centre of patch i of a column of h patches fall into?
     - int((i + 0.5) / h * S), and likewise for columns; row * S + column is the index in the table.
     - Then the order: (h, w) -> (h / 2, 2, w / 2, 2), with the two middle axes swapped.
     """

@@ -79,7 +79,7 @@ def attend(q, k, v, lengths):
     empty, and they cover all N). A patch attends to the patches of its own segment, in each head separately; scores are
     divided by the root of K before the softmax.
 
-    A segment of one patch: the result is its v. Equal keys: the result is the mean of the segment's v.
+    For a segment of one patch, the result is its v. Equal keys: the result is the mean of the segment's v.
     """
     ...
 

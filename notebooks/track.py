@@ -222,7 +222,7 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
 
 
 def _ask(board: Board, kinds: list[str], names: Sequence[str], yours: dict, count: int, guesses: dict) -> None:
-    """Fill the rows of a board; an error of the reader's code becomes its note."""
+    """Fill the rows of a board; an error in the reader's code becomes the board's note."""
     rate, printed = RATE if "evs" in names else 0.0, checking.Printed()
     mixed = [r.arguments for group in zip(*(questions(kind, count) for kind in kinds), strict=True) for r in group]
     limits = {name: checking.limited(function, 6, printed) for name, function in yours.items()}

@@ -281,7 +281,7 @@ class Step3VisionEncoder(Tower):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """The input of a stack of equal squares other than the pixels; everything else follows from the pixels' shape."""
+    """The only input of a path besides the pixels; everything else follows from the shape of the pixels."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for all squares of a path
 

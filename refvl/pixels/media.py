@@ -220,7 +220,7 @@ def _read_file(name: str, sample: Callable, source_fps: float | None, limits: Me
 
 @contextmanager
 def _opened(name: str) -> Iterator[Any]:
-    """Open a video file. Raises ValueError, with the name, for any error of PyAV in the `with` block."""
+    """Open a video file. Raises ValueError with the file's name if PyAV fails in the `with` block."""
     import av  # imported here because its libraries load slowly
 
     try:

@@ -23,7 +23,7 @@ class MediaSpan:
 
     t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales the time axis
     (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM use 1.0. Raises TypeError or ValueError
-    naming the field, also if a t_factor makes positions reach `MAX_POSITION`.
+    naming the field, including when t_factor makes positions reach `MAX_POSITION`.
     """
 
     offset: int

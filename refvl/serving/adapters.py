@@ -194,7 +194,7 @@ class _Names(nn.Module):
     """
 
     def lend(self, name: str, home: Any, attribute: str) -> None:
-        """Give a module a name. home, attribute: the module's parent, and its attribute there."""
+        """Give a module a name. home, attribute: the module's parent, and the attribute that contains the module."""
         setattr(self, name, getattr(home, attribute))
         self.__dict__.setdefault("homes", {})[name] = home, attribute
 

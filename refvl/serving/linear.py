@@ -1,4 +1,4 @@
-"""Linear layers with the faster kernel: oneDNN's or torch's on a CPU, and wide, aligned matrices on a GPU.
+"""Faster linear layers: the quicker of oneDNN's and torch's kernels on a CPU, and wide, aligned matrices on a GPU.
 
 torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. At 224 px, on
 an AMD EPYC with one thread, two blocks of Qwen2.5-VL's tower take 1.2 to 1.35 times as long with

@@ -153,7 +153,7 @@ class StagedPath(Pipeline):
     """The path of a model that runs the stages of its `encoder`."""
 
     def read(self, request: Any) -> Any:
-        """Read as the library does; then `evs` drops tokens of a prompt's video, which must be its only media item."""
+        """Read as the library does, then let `evs` prune the video, which must be the prompt's only media item."""
         evs = self.encoder.stages.evs
         if evs is None or not request.pruning_rate or request.pruning != "evs":
             return super().read(request)

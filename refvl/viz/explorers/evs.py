@@ -49,9 +49,7 @@ class EvsExplorer(Explorer):
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """Return the last token that is kept; after the first step,
-        tokens are kept because they changed.
-        """
+        """Return the last kept token after the first step, which was kept because it changed; 0 if there is none."""
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()

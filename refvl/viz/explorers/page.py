@@ -42,8 +42,8 @@ def _view(explorer: Explorer, number: int, foot: str, tabs: bool) -> str:
 def host(entry: Mapping, *, text: str, still: str, keep: bool = False) -> str:
     """Return HTML that runs a widget's saved state, as stored in notebooks.
 
-    still: the address of an image, shown if scripts are off, and text: its alt text. keep: whether
-    the address of the page stores the state, so a link can restore it.
+    still: the address of an image that is shown if scripts are off. text: the alt text of that
+    image. keep: whether the address of the page stores the state, so a link can restore it.
     """
     state = {key: value for key, value in entry["state"].items() if not str(value).startswith("IPY_MODEL_")}
     content = json.dumps({"state": state, "buffers": entry.get("buffers", [])}, separators=(",", ":"))

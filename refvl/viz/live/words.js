@@ -143,8 +143,8 @@ function attention(S) {
   const head = one[i] < 0.15 ? `Before ${quote(word)}, this head reads the text.`
     : `Before ${quote(word)}, this head looks at ${on ? `the ${on.shape}` : place(i)}.`;
   if (!S.on) return { head, line: `${name} gives ${percent(one[i])} of its attention to ${place(i)}.` };
-  if (i === j && S.said(S.A) !== S.said(S.B) && two[j] > 0.3) {
-    const told = S.broken === "swap" || S.broken === "one" ? "it finds the thing, and is told the wrong place" : "what went wrong is what it finds there";
+  if (i === j && S.said(S.A) !== S.said(S.B) && one[i] >= 0.15 && two[j] > 0.3) {
+    const told = S.broken === "swap" || S.broken === "one" ? "it finds the thing, and is told the wrong place" : "the place is right, but what is there is wrong";
     return { head, line: `Broken, it still does (${percent(two[j])}): ${told}.` };
   }
   if (i !== j && one[i] > 0.15 && two[j] > 0.15) return { head,
