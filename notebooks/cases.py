@@ -68,18 +68,18 @@ def cases(name: str, count: int = 200) -> Iterator[Case]:
     """Yield named cases and `count` random ones."""
     rng, noise = random.Random(name), torch.Generator().manual_seed(0)
     for label, arguments in globals()[f"_{name}"](rng, noise, count):
-        yield label, arguments, EXPECTED.get(name, LIBRARY[name])(*arguments)
+        yield label or f"{name}{arguments}", arguments, EXPECTED.get(name, LIBRARY[name])(*arguments)
 
 
 def _target_size(rng, noise, count):
     sizes = ((100, 60), (100, 500), (70, 300), (70, 98), (42, 42), (56, 56), (1000, 1500), (1, 150), (3000, 16))
-    yield from ((f"{h} x {w} px", (h, w, 28, 56 * 56, 28 * 28 * 64)) for h, w in sizes)
+    yield from (("", (h, w, 28, 56 * 56, 28 * 28 * 64)) for h, w in sizes)
     for _ in range(count):
         height = int(2 ** rng.uniform(2, 13))
         width = min(max(-(-height // 200), int(height * 2 ** rng.uniform(-7, 7))), 200 * height)
         factor = rng.choice((28, 28, 32, 16))
         least = rng.choice((4, 16, 64)) * factor**2
-        yield f"{height} x {width} px", (height, width, factor, least, rng.choice((4, 16, 77, 1280)) * least)
+        yield "", (height, width, factor, least, rng.choice((4, 16, 77, 1280)) * least)
 
 
 def _patch_rows(rng, noise, count):

@@ -10,7 +10,7 @@ stages. Other software can write folders of the same form, with some or all stag
 
 import json
 from dataclasses import astuple, dataclass, field, replace
-from math import isqrt, nan, prod
+from math import isnan, isqrt, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ class Difference:
     def __str__(self) -> str:
         if not self.differs:
             return f"same, within {self.largest:.1e} of {self.scale:.3g}"
-        return f"DIFFERS: by {self.largest:.3g} of {self.scale:.3g}; {self.beyond}"
+        size = "" if isnan(self.scale) else f"by {self.largest:.3g} of {self.scale:.3g}; "
+        return f"DIFFERS: {size}{self.beyond}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -63,7 +63,7 @@ class Intervened(Trace):
         tensors = [name for name in plan.__dataclass_fields__ if isinstance(getattr(plan, name), Tensor)]
         named = self.changes.keys() - RESULTS.keys() - {"position_table"}
         if unknown := sorted(named - set(tensors)):
-            stages = [*RESULTS, "position_table", *tensors]
+            stages = dict.fromkeys([*RESULTS, "position_table", *tensors])
             raise ValueError(f"replace: expected one of the stages {', '.join(stages)}, got {unknown[0]!r}")
         return replace(plan, **{n: _fitting(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer, AutoVideoProcessor
 from transformers.video_utils import VideoMetadata, load_video
 
+from refvl.checkpoints import find_checkpoint
 from refvl.language.loading import progress_bars
 from refvl.model import VLM
 from refvl.pixels.media import PART, Video
@@ -33,7 +34,7 @@ PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_v
 IMAGES = {"Qwen2_5_VL": "Qwen2VL", "Qwen3VL": "Qwen2VL", "MiniCPMV4_7": "MiniCPMV4_6"}
 
 
-def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
+def transformers_processor(folder: str, vlm: VLM, videos: bool) -> Any:
     """Return transformers' processor for the checkpoint; its class has the same name as refvl's processor class.
 
     videos: whether the prompt contains any. Raises ValueError for families that transformers has no
@@ -44,11 +45,11 @@ def transformers_processor(path_or_id: str, vlm: VLM, videos: bool) -> Any:
         raise ValueError(f"with: expected a family with a processor in transformers, got {vlm.family.name}")
     if videos and not find_spec("torchvision"):
         raise ImportError("with: transformers' video processors need torchvision: pip install 'refvl[compare]'")
-    tokenizer = AutoTokenizer.from_pretrained(path_or_id)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     own = type(vlm.processor).__name__.removesuffix("Processor")
-    images: Any = getattr(transformers, f"{IMAGES.get(own, own)}ImageProcessorPil").from_pretrained(path_or_id)
+    images: Any = getattr(transformers, f"{IMAGES.get(own, own)}ImageProcessorPil").from_pretrained(folder)
     parts = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-    parts["video_processor"] = AutoVideoProcessor.from_pretrained(path_or_id) if videos else images  # never called
+    parts["video_processor"] = AutoVideoProcessor.from_pretrained(folder) if videos else images  # never called
     unchecked = {"check_argument_for_proper_class": lambda *arguments: None}
     return type(names[0], (getattr(transformers, names[0]),), unchecked)(**parts)
 
@@ -61,10 +62,8 @@ def transformers_inputs(processor: Any, trace: Trace) -> Any:
     template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
-    images = [_file_or(source, medium, options) for (kind, source, options), medium in pairs if kind == "image"]
-    videos = [
-        (_file_or(source, medium, options), options) for (kind, source, options), medium in pairs if kind == "video"
-    ]
+    images = [_file_or(source, medium, how) for (kind, source, how), medium in pairs if kind == "image"]
+    videos = [(_file_or(source, medium, how), how) for (kind, source, how), medium in pairs if kind == "video"]
 
     # in place of `fetch_videos`, which needs torchcodec: transformers' reader that needs only PyAV
     processor.video_processor.fetch_videos = lambda names, sample_indices_fn: zip(
@@ -101,8 +100,9 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises the same errors as
     `transformers_processor`.
     """
+    folder = str(find_checkpoint(path_or_id))
     items = {kind: [i for i, p in enumerate(trace.patches) if p.media_tokens.kind == kind] for kind in PIXELS}
-    inputs = transformers_inputs(transformers_processor(path_or_id, vlm, bool(items["video"])), trace)
+    inputs = transformers_inputs(transformers_processor(folder, vlm, bool(items["video"])), trace)
     source, found = f"transformers {transformers.__version__}", dict[str, Any]()
     for i, about in zip(items["video"], inputs.pop("video_metadata", ()), strict=True):
         found[f"decode media/{i}"] = torch.tensor(list(dict.fromkeys(map(int, about.frames_indices))))
@@ -114,7 +114,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # transformers accepts only one kind
         return Stages(found, source, list(trace.layouts))
     with progress_bars(False):
-        model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
+        model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=vlm.encoder.dtype)
     model.to(vlm.device).eval()
     encoded, merged = list[Tensor](), list[dict]()
 
@@ -128,7 +128,6 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
             readout.enter_context(model.model.visual.register_forward_hook(keep_rows))
         readout.enter_context(text.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True))
         whole = model.generate(**inputs.to(vlm.device), max_new_tokens=max_new_tokens, do_sample=False)
-    ids = whole[0, readout.length :]
     for kind, grid in grids.items():  # transformers runs the tower in this order
         tokens = (grid.prod(1) // vlm.encoder.config.spatial_merge_size**2).tolist()
         found |= {f"encode/{i}": x for i, x in zip(items[kind], encoded.pop(0).split(tokens), strict=True)}
@@ -140,6 +139,6 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     if (positions := merged[0].get("position_ids")) is not None:
         found["positions/ids"] = positions.view(-1, readout.length)[-3:].expand(3, -1)
     found |= {"prefill/last_states": readout.last_states, "prefill/first_logits": readout.first_logits}
-    found |= {"decode tokens/token_ids": ids, "decode tokens/margins": readout.margins(len(ids))}
-    tensors = {name: x.cpu() for name, x in found.items() if x is not None}
-    return Stages(tensors, source, list(trace.layouts), trace.spans)
+    found["decode tokens/token_ids"] = ids = whole[0, readout.length :]
+    found["decode tokens/margins"] = readout.margins(len(ids))
+    return Stages({name: x.cpu() for name, x in found.items() if x is not None}, source, [*trace.layouts], trace.spans)

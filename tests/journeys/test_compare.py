@@ -229,7 +229,7 @@ def test_what_only_one_run_recorded_leaves_the_verdict_open(run):
 
 def test_one_command_says_where_the_two_differ(shell, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    asked = (QWEN, ASKED["prompt"], "-i", SCENE)
+    asked = (QWEN.name, ASKED["prompt"], "-i", SCENE)  # the name of a shipped model
     status, out, _ = shell("trace", *asked, "--with", "transformers", "--save", tmp_path / "a")
     assert status == 0 and "beside transformers" in out
     assert out.rstrip().endswith("\nno difference")

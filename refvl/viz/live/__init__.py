@@ -26,8 +26,7 @@ def live(checkpoint: str = "tiny-qwen2_5_vl"):
     Needs anywidget.
 
     checkpoint: "tiny-qwen2_5_vl" or "tiny-qwen3_vl". The kernel sends the page when it is shown, so
-    a saved notebook does not contain it. Raises ValueError for other checkpoints, and
-    FileNotFoundError without a clone of refvl.
+    a saved notebook does not contain it. Raises ValueError for other checkpoints.
     """
     from refvl.viz.live.widget import LivePage
 

@@ -26,7 +26,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from refvl.families import load_processor, read_config
-from refvl.paths import DATA, check_clone
+from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.viz.style import THEMES, filled, variables
 
@@ -78,7 +78,6 @@ def check_checkpoint(checkpoint: str) -> str:
     """Return the name of a checkpoint that has a page; raise the errors of `page` otherwise."""
     if checkpoint not in LIVE:
         raise ValueError(f"checkpoint: expected one of {', '.join(LIVE)}, got {checkpoint!r}")
-    check_clone("viz.live")
     return checkpoint
 
 
