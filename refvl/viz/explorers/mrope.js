@@ -23,7 +23,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: () => `the positions of two tokens: query ○ at t, h, w = ${query().join(", ")}, key ✕ at ${key().join(", ")}; drag the key`,
-    caption: () => "Two tokens on the grid of positions h (down) and w (across). Arrows: how far the key ✕ is from the query ○. Drag the key",
+    caption: () => "Two tokens on the grid of positions h (down) and w (across). Lines: how far the key ✕ is from the query ○. Drag the key",
     size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + 2],
     drag(x, y) {
       [x, y].forEach((v, i) => {

@@ -347,7 +347,7 @@ function focusOn(m) {
 all(".side .view").forEach((box, side) => {
   const canvas = box.querySelector("canvas"), panel = panels[side];
   const point = event => { const r = canvas.getBoundingClientRect(); return [event.clientX - r.left, event.clientY - r.top]; };
-  const tokenUnder = event => ["", "positions", "attention"].includes(S.stage) ? panel.tokenAt(...point(event)) : -1;
+  const tokenUnder = event => ["", "tokens", "positions", "attention"].includes(S.stage) ? panel.tokenAt(...point(event)) : -1;
   const hit = event => { const m = tokenUnder(event); return m < 0 || S.kind === "photo" ? undefined : S.at(m % CELLS); };
   let drag = null;
   canvas.addEventListener("touchstart", event => { if (hit(event.touches[0])) event.preventDefault(); }, { passive: false });

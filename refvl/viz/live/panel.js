@@ -44,7 +44,7 @@ export function makePanel(canvas, side) {
       return [x + 1 + pile, y + 1 + pile, u - 2];
     }
     if (stage === "attention") return cellIn(scene(t, V), cell, V.T > 1 ? 1 : 2);
-    return cellIn(stage === "tower" ? boxOf(t, P, V) : [0, 0, P], cell);
+    return cellIn(["tower", "tokens"].includes(stage) ? boxOf(t, P, V) : [0, 0, P], cell);
   }
 
   // returns whether something still moves
@@ -55,7 +55,7 @@ export function makePanel(canvas, side) {
     let moves = false;
     tiles.length = Math.min(tiles.length, V.M);
     for (let m = 0; m < V.M; m++) {
-      const goal = target(STANDING.includes(stage) ? stage : "", m, V);
+      const goal = target(stage, m, V);
       if (!tiles[m] || isStill) tiles[m] = [...goal];
       else for (let k = 0; k < 3; k++) {
         tiles[m][k] = mix(tiles[m][k], goal[k], 0.2);
@@ -203,8 +203,8 @@ export function makePanel(canvas, side) {
         if (isWritten(v === w)) write(v, left + (k + 0.5) * u, top - above, v === w, C.wt);
         if (isWritten(v === h)) write(v, left - above - 1, top + (k + 0.5) * u, v === h, C.h);
       }
-      write("w", left + 8 * u - (isSmall ? 0 : 4), top - above - 1, true, C.wt, true);
-      write("h", left - above - 2, top + 8 * u - (isSmall ? 0 : 4), true, C.h, true);
+      write("w", left + 8 * u - 4, top - above - 1, true, C.wt, true);
+      write("h", left - above - 2, top + 8 * u - 4, true, C.h, true);
     }
   }
   function places(V) {
@@ -293,7 +293,7 @@ export function makePanel(canvas, side) {
       g.stroke();
       g.restore();
     }
-    chip(px, y0, isSmall ? "text" : `the text ${percent(rest)}`, C.empty, C.muted, isSmall ? 11 : 13.5, SANS, 400);
+    chip(px, y0, P < 340 ? "text" : `the text ${percent(rest)}`, C.empty, C.muted, isSmall ? 11 : 13.5, SANS, 400);
     chip(x0, y0, word, color, C.paper, isSmall ? 14 : 21, SERIF, 600);
     ringed(tiles, shares, color, C);
   }
