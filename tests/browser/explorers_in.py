@@ -10,9 +10,8 @@ from refvl.viz.explorers.gallery import GALLERY
 
 OUT = DATA.parent / "outputs" / "browser"  # screenshots
 NOTEBOOKS = DATA.parent / "notebooks"
-CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
-SWEEP = (Path(__file__).parent / "sweep.js").read_text()
-REACH = (Path(__file__).parent / "reach.js").read_text()
+SCRIPTS = ("contrast", "reach", "sweep", "written")
+CONTRAST, REACH, SWEEP, WATCH = (Path(__file__).with_name(f"{name}.js").read_text() for name in SCRIPTS)
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 
 
@@ -108,11 +107,8 @@ def check_names(root) -> None:
 
 def open_offline(chromium, file, width: int = 1400, height: int = 900) -> tuple:
     """A page in an offline browser, what it says, and what it asks for."""
-    page, heard, asked = (
-        chromium.new_context(offline=True, viewport={"width": width, "height": height}).new_page(),
-        [],
-        [],
-    )
+    page = chromium.new_context(offline=True, viewport={"width": width, "height": height}).new_page()
+    heard, asked = [], []
     page.on("console", lambda message: heard.append(message.text))
     page.on("pageerror", lambda error: heard.append(str(error)))
     page.on("request", lambda ask: asked.append(ask.url))

@@ -4,10 +4,8 @@ Oracles: no error reaches the page; the sizes that a phone shows; the contrast o
 text and what was painted where it is written.
 """
 
-from pathlib import Path
-
 import pytest
-from explorers_in import CONTRAST, made, shown, unfold
+from explorers_in import CONTRAST, WATCH, made, shown, unfold
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 WITH_AXES = {"windows", "positions", "mrope", "evs"}  # explorers that draw t, h or w
 SMALLEST, LEAST_CONTRAST, TARGET = 11, 4.5, 44  # CSS pixels, WCAG AA, CSS pixels
-WATCH = (Path(__file__).parent / "written.js").read_text()
 
 
 @pytest.fixture(scope="module", params=GALLERY)

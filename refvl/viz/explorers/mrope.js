@@ -46,7 +46,7 @@ export default explorer(view => {
       for (let i = 0; i < rows; i += 3) pen.fillText(i ? i : "h 0", -12, middle(i));
       const [y, x] = [view.ease("h", h), view.ease("w", w)].map(middle), [from_y, from_x] = [query()[1], query()[2]].map(middle);
       const label = (axis, text, left, top) => {
-        pen.font = "bold 13px sans-serif"; pen.lineWidth = 4; pen.strokeStyle = view.colors.empty; pen.strokeText(text, left, top);
+        pen.font = "bold 13px sans-serif"; pen.lineWidth = 4; pen.strokeStyle = view.colors.surface; pen.strokeText(text, left, top);
         pen.fillStyle = words(axis); pen.fillText(text, left, top);
       };
       const far = axis => `${NAMES[axis]} ${key()[axis] > query()[axis] ? "+" : "−"}${Math.abs(key()[axis] - query()[axis])}`;
@@ -72,7 +72,7 @@ export default explorer(view => {
       pen.textBaseline = "middle";
       NAMES.forEach((name, axis) => {
         const value = view.ease(`part ${axis}`, part(axis, key()[axis])), most = part(axis, query()[axis]), y = 4 + axis * 28;
-        const left = MARGIN + 60, wide = 2 * (width - left) - 2;  // no axis adds half of the score
+        const left = 35 + width / 2, wide = 2 * (width - left) - 2;  // no axis adds or takes half of the score
         pen.strokeStyle = view.colors.line; pen.strokeRect(left, y, wide * most, 20);
         pen.fillStyle = view.colors[name];
         pen.fillRect(value < 0 ? left + wide * value : left, y, wide * Math.abs(value), 20);

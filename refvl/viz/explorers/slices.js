@@ -184,7 +184,7 @@ export default explorer(view => {
       pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px sans-serif";
       pen.fillStyle = view.colors.muted; pen.fillText(question, 126, 4, width - 126);
       pen.font = "bold 20px sans-serif"; pen.fillStyle = view.colors.kept;
-      pen.fillText(view.row.answer, 126, 26, width - 126);
+      (view.row.answer.match(/.{1,22}(\s|$)/g) ?? []).forEach((line, i) => pen.fillText(line, 126, 26 + 20 * i, width - 126));
     },
   });
 

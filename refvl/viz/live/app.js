@@ -170,6 +170,7 @@ function tick(time) {
   const isPlaying = S.kind === "clip" && S.stage === "" && !S.ghost && !still.matches;
   S.frame = isPlaying ? Math.min(5, Math.floor(time / 450) % 8) : 5;
   const moves = panels.map((panel, side) => panel.draw(view(side), S.stage, time, still.matches));
+  handles();                                              // they follow the tiles
   if (moves.some(Boolean)) wake();
   else if (isPlaying) { clearTimeout(beat); beat = setTimeout(wake, 120); }
 }
@@ -340,9 +341,7 @@ const askAbout = t => {
   else ask(`${S.q.startsWith("What color") ? "What color is" : "Where is"} the ${S.things.filter(u => u.shape === t.shape).length > 1 ? `${t.color} object` : t.shape}?`);
 };
 function focusOn(m) {
-  if (m === S.focus) return;
-  S.focus = m;
-  chosen();
+  if (m !== S.focus) { S.focus = m; chosen(); }
 }
 all(".side .view").forEach((box, side) => {
   const canvas = box.querySelector("canvas"), panel = panels[side];

@@ -144,8 +144,8 @@ function attention(S) {
     : `Before ${quote(word)}, this head looks at ${on ? `the ${on.shape}` : place(i)}.`;
   if (!S.on) return { head, line: `${name} gives ${percent(one[i])} of its attention to ${place(i)}.` };
   if (i === j && S.said(S.A) !== S.said(S.B) && one[i] >= 0.15 && two[j] > 0.3) {
-    const told = S.broken === "swap" || S.broken === "one" ? "it finds the thing, and is told the wrong place" : "the place is right, but what is there is wrong";
-    return { head, line: `Broken, it still does (${percent(two[j])}): ${told}.` };
+    const told = { positions: `it finds the thing, and is told the wrong ${S.broken === "back" ? "time" : "place"}`, prompt: "what is missing was elsewhere" };
+    return { head, line: `Broken, it still does (${percent(two[j])}): ${told[BREAKS[S.broken].stage] || "the place is right, but what is there is wrong"}.` };
   }
   if (i !== j && one[i] > 0.15 && two[j] > 0.15) return { head,
     line: `Broken, it looks at ${place(j)} instead (${percent(two[j])}; intact, ${percent(one[i])} at ${place(i)}).` };
