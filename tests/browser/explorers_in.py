@@ -69,9 +69,10 @@ def _press(control) -> None:
     control.press(forward if place < last else back)
 
 
-def check_keys_and_pointer(root) -> None:
-    """Arrow keys select items of the first canvas that has any, the pointer shows
-    them, and both are said in words."""
+def check_reach(root) -> None:
+    """Everything has a name; arrow keys select items of the first canvas that has any, the pointer shows them, and both
+    are said in words."""
+    _check_names(root)
     canvas = root.locator("canvas[role=application]").first
     if not canvas.count():
         return
@@ -89,7 +90,7 @@ def check_keys_and_pointer(root) -> None:
     assert root.locator(".readout").inner_text() == ""
 
 
-def check_names(root) -> None:
+def _check_names(root) -> None:
     """Controls and pictures have names that a screen reader can say; the Tab key
     stops only where keys do something."""
     unseen = "root => [...root.querySelectorAll('button')].filter(b => !/\\w/.test(b.textContent)).length"

@@ -5,7 +5,7 @@ text and what was painted where it is written.
 """
 
 import pytest
-from explorers_in import CONTRAST, WATCH, made, shown, unfold
+from explorers_in import CONTRAST, SWEEP, WATCH, made, shown, unfold
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
@@ -105,14 +105,15 @@ def test_a_finger_everywhere(opened):
 @pytest.mark.parametrize("width", [390, 768, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_word_can_be_read(opened, file, width, theme):
-    """In the state shown and with an item chosen: the contrast of each word, and on canvases its size on the screen and
-    that it is not cut off. The page is no wider than the screen; t, h and w alone have their colours."""
+    """With an item chosen, and every control moved to its ends: the contrast of each word, and on canvases its size on
+    the screen and that it is not cut off. The page is no wider than the screen; t, h and w alone have their colours."""
     device = PHONE if width == 390 else {"viewport": {"width": width, "height": 900}}
-    page = opened(WATCH, **device, color_scheme=theme)
+    page = opened(WATCH, **device, color_scheme=theme, reduced_motion="reduce")
     root = page.locator(".refvl")
     unfold(root)
     for canvas in page.locator("canvas[role=application]").all():
         canvas.press("ArrowRight")
+    page.evaluate(SWEEP)
     shown(root)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     texts = page.evaluate("window.texts")

@@ -119,6 +119,10 @@ def test_everything_that_can_be_exchanged_bites_where_the_page_puts_it(opened):
         other.goto("about:blank")
         other.goto(address + "#" + shared["url"].split("#")[1])
         assert both(other) == [intact, broken], name
+        if name == "back":
+            page.evaluate("refvl.go('attention')")
+            assert "told the wrong time" in page.locator("#line").text_content()
+            page.evaluate("refvl.go('')")
     other.close()
     for question, place in ((WHERE, 2), (WHERE, 4), ("Where is the cross?", 2)):
         show(page, [("circle", "red", place)], WHERE)
@@ -175,10 +179,10 @@ def test_keys_reach_everything(opened):
 
 @pytest.mark.parametrize("touch", [False, True])
 def test_a_shape_is_dragged(opened, touch):
-    """While an answer is computed, the one before it is dimmed."""
+    """While an answer is computed, the one before it is dimmed. A finger drags a token."""
     _, page, _, _, _ = opened
     show(page, THINGS, WHERE)
-    page.evaluate("refvl.break('swap')")
+    page.evaluate("stage => { refvl.go(stage); refvl.break('swap'); }", "tokens" if touch else "")
     settle(page)
     start, end = center(page, 2), center(page, 5)
     steps = [tuple(a + (b - a) * k / 6 for a, b in zip(start, end, strict=True)) for k in range(7)]
@@ -236,6 +240,8 @@ def test_every_box_fits_and_can_be_read(opened, width, theme):
     checkpoint, page, _, _, _ = opened
     page.set_viewport_size({"width": width, "height": WIDTHS[width]})
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    settle(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     show(page, THINGS, WHERE)
     page.evaluate("refvl.break('swap')")
     for stage in ["", *page.evaluate("refvl.state.stages")]:
