@@ -161,10 +161,10 @@ def test_keys_reach_everything(opened):
     page.keyboard.press("Shift+Space")
     assert f"v={stages[1]}" in page.evaluate("refvl.share().url")
     page.keyboard.press("Escape")
-    page.wait_for_function("refvl.state.stage === ''")
+    page.wait_for_function("() => refvl.state.stage === ''")
     page.evaluate("refvl.go('word')")
     page.go_back()
-    page.wait_for_function("refvl.state.stage === ''")
+    page.wait_for_function("() => refvl.state.stage === ''")
     shapes = page.locator(".things button")
     assert shapes.count() == 3
     shapes.nth(0).focus()
