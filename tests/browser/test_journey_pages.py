@@ -59,13 +59,14 @@ def test_nothing_was_asked_for_and_nothing_complained(opened):
     assert [url for url in asked if not url.startswith("data:")] == [address] and heard == []
 
 
-def test_the_reference_and_the_guides_fit_a_phone(chromium, tmp_path):
+def test_the_reference_the_guides_and_files_fit_a_phone(chromium, tmp_path):
     """Long names and signatures wrap: no page is wider than the screen. A search
     finds the page of a question."""
     import pages
     import reference
 
     made = {"reference.html": pages.document("search", reference.body(), style=reference.LOOK)} | pages.guides()
+    made["file.html"] = pages.file_page("tests/encoders/test_minicpmv_encoder.py")
     page = chromium.new_page(viewport={"width": 390, "height": 844}, is_mobile=True)
     (tmp_path / "docs").mkdir()
     for name, text in reversed(made.items()):
