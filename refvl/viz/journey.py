@@ -145,7 +145,9 @@ def _way(journey: Journey) -> str:
     start = 0
     for place, (_, functions) in enumerate(journey.stages, 1):
         parts.append(f'<path class="stage" d="M{at.x(start):.1f} 6V{height}"/>')
-        parts.append(f'<text class="stage" x="{at.x(start) + 3:.1f}" y="12">{place}</text>')
+        is_narrow = len(functions) * at.step < 12  # px; its number then is at the left of its line
+        where = f'x="{at.x(start) - 3:.1f}" text-anchor="end"' if is_narrow else f'x="{at.x(start) + 3:.1f}"'
+        parts.append(f'<text class="stage" {where} y="12">{place}</text>')
         start += len(functions)
     points = [(at.x(i + 0.5), at.y(f.file)) for i, f in enumerate(journey.functions)]
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
