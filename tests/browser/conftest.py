@@ -83,8 +83,9 @@ class Lab:
         return page
 
     def _is_ready(self, name: str) -> bool:
-        """The notebook's kernel is idle and connected, says the server; the page's
-        own sign comes too early."""
+        """The notebook's kernel is idle and connected, says the server; the page's own sign comes too
+        early.
+        """
         with urllib.request.urlopen(f"{self.address}/api/sessions") as answer:
             kernels = [session["kernel"] for session in json.load(answer) if session["path"] == name]
         return any(kernel["execution_state"] == "idle" and kernel["connections"] for kernel in kernels)

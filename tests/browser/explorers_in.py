@@ -38,7 +38,7 @@ def check_numbers(root, explorer, oracle) -> None:
 
 
 def check_controls(root, explorer, oracle) -> None:
-    """Every control, moved by a key, leads to another state and another picture with the right numbers."""
+    """Every control, moved by a key, leads to another state and picture, with the right numbers."""
     unfold(root)
     controls = root.locator("input[type=range], select")
     names = [control["name"] for control in sorted(explorer.controls, key=lambda control: control["rare"])]
@@ -70,8 +70,10 @@ def _press(control) -> None:
 
 
 def check_reach(root) -> None:
-    """Everything has a name; arrow keys select items of the first canvas that has any, the pointer shows them, and both
-    are said in words."""
+    """Everything has a name; arrow keys select items of the first canvas that has any.
+
+    The pointer shows them, and both are said in words.
+    """
     _check_names(root)
     canvas = root.locator("canvas[role=application]").first
     if not canvas.count():
@@ -91,8 +93,9 @@ def check_reach(root) -> None:
 
 
 def _check_names(root) -> None:
-    """Controls and pictures have names that a screen reader can say; the Tab key
-    stops only where keys do something."""
+    """Controls and pictures have names that a screen reader can say; the Tab key stops only where keys
+    do something.
+    """
     unseen = "root => [...root.querySelectorAll('button')].filter(b => !/\\w/.test(b.textContent)).length"
     assert root.evaluate(unseen) == 0  # a button shows in a word what will move, and its name contains that
     assert root.evaluate(

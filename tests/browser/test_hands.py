@@ -80,7 +80,10 @@ def test_a_mouse_and_keys_everywhere(opened):
 
 
 def test_a_finger_everywhere(opened):
-    """Tapped and pulled; one that scrolls over a canvas moves the page, and neither a control nor a choice."""
+    """Tapped and pulled.
+
+    One that scrolls over a canvas moves the page, and neither a control nor a choice.
+    """
     page = opened(**PHONE)
     root, touch = page.locator(".refvl"), page.context.new_cdp_session(page)
 
@@ -105,8 +108,12 @@ def test_a_finger_everywhere(opened):
 @pytest.mark.parametrize("width", [390, 768, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_word_can_be_read(opened, file, width, theme):
-    """With an item chosen, and every control moved to its ends: the contrast of each word, and on canvases its size on
-    the screen and that it is not cut off. The page is no wider than the screen; t, h and w alone have their colours."""
+    """With an item chosen, and every control moved to its ends.
+
+    Each word has contrast; on canvases it has a size and is not cut off.
+    The page is no wider than the screen.
+    Only t, h and w have their colours.
+    """
     device = PHONE if width == 390 else {"viewport": {"width": width, "height": 900}}
     page = opened(WATCH, **device, color_scheme=theme, reduced_motion="reduce")
     root = page.locator(".refvl")
@@ -141,8 +148,9 @@ def test_a_finger_hits_every_control(opened):
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 @pytest.mark.parametrize("file", ["mrope", "packing", "families"], indirect=True)
 def test_states_move_unless_the_reader_wants_no_motion(opened, motion):
-    """After a step, canvases change for a quarter of a second more; with reduced
-    motion they are there at once."""
+    """After a step, canvases change for a quarter of a second more; with reduced motion they are there
+    at once.
+    """
     page = opened(viewport={"width": 1400, "height": 900}, reduced_motion=motion)
     root = page.locator(".refvl")
     seen = root.evaluate(

@@ -60,8 +60,10 @@ def test_nothing_was_asked_for_and_nothing_complained(opened):
 
 
 def test_the_reference_the_guides_and_files_fit_a_phone(chromium, tmp_path):
-    """Long names and signatures wrap: no page is wider than the screen. A search
-    finds the page of a question."""
+    """Long names and signatures wrap: no page is wider than the screen.
+
+    A search finds the page of a question.
+    """
     import pages
     import reference
 

@@ -76,8 +76,9 @@ def test_an_explorer_is_live(name, gallery):
 
 
 def test_plain_keys_are_the_explorers_not_the_notebooks(gallery):
-    """JupyterLab, outside of an editor, walks through cells with arrows, adds one
-    by B and deletes one by D, D."""
+    """JupyterLab, outside of an editor, walks through cells with arrows, adds one by B and deletes one
+    by D, D.
+    """
     page, _ = gallery
     cells, active = page.locator(".jp-Cell"), page.locator(".jp-Cell.jp-mod-active")
     for control in ("select", "input[type=range]:not([disabled])", "canvas[role=application]"):

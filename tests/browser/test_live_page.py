@@ -79,8 +79,10 @@ def test_it_answers_as_refvl_does(opened):
 
 
 def test_a_clip_and_photographs(opened):
-    """What is transparent in a photo is white, as in refvl; a file that is none is
-    refused, until the next one."""
+    """What is transparent in a photo is white, as in refvl.
+
+    A file that is none is refused, until the next one.
+    """
     checkpoint, page, _, _, _ = opened
     if checkpoint == "tiny-qwen2_5_vl":
         page.evaluate("things => refvl.clip(things, 'left')", scene_of([("circle", "green", 5), ("cross", "black", 0)]))
@@ -107,8 +109,10 @@ def test_a_clip_and_photographs(opened):
 
 
 def test_everything_that_can_be_exchanged_bites_where_the_page_puts_it(opened):
-    """And its link says the same to somebody else; where an answer stays, there is
-    a reason, and only there."""
+    """And its link says the same to somebody else.
+
+    Where an answer stays, there is a reason, and only there.
+    """
     _, page, _, _, address = opened
     other = page.context.new_page()
     for name in page.evaluate("refvl.breaks"):
@@ -182,7 +186,8 @@ def test_a_shape_is_dragged(opened, touch):
     """While an answer is computed, the one before it is dimmed. A finger drags a token."""
     _, page, _, _, _ = opened
     show(page, THINGS, WHERE)
-    page.evaluate("stage => { refvl.go(stage); refvl.break('swap'); }", "tokens" if touch else "")
+    page.evaluate("refvl.break('swap')")
+    page.evaluate("stage => refvl.go(stage)", "tokens" if touch else "")
     settle(page)
     start, end = center(page, 2), center(page, 5)
     steps = [tuple(a + (b - a) * k / 6 for a, b in zip(start, end, strict=True)) for k in range(7)]
@@ -204,7 +209,10 @@ def test_a_shape_is_dragged(opened, touch):
 
 @pytest.mark.parametrize("kind", ["picture", "clip", "photo"])
 def test_every_box_takes_any_pointer(opened, kind):
-    """Both panels are pressed and dragged all over; the last test says whether anything complained."""
+    """Both panels are pressed and dragged all over.
+
+    The last test says whether anything complained.
+    """
     checkpoint, page, _, _, _ = opened
     if kind == "clip" and checkpoint != "tiny-qwen2_5_vl":
         return
@@ -236,7 +244,10 @@ def test_every_box_takes_any_pointer(opened, kind):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_box_fits_and_can_be_read(opened, width, theme):
-    """No sideways scroll, text of at least 11 px and 4.5:1, one screen at 1400 x 900; screenshots are kept."""
+    """No sideways scroll, text of at least 11 px and 4.5:1, one screen at 1400 x 900.
+
+    Screenshots are kept.
+    """
     checkpoint, page, _, _, _ = opened
     page.set_viewport_size({"width": width, "height": WIDTHS[width]})
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
@@ -265,8 +276,9 @@ def test_without_scripts_there_is_a_figure(opened, chromium):
 
 
 def test_a_still_for_the_index_and_the_notebook(opened):
-    """RECORD=1 keeps it in data/figures, with the moving picture of the README:
-    flipped, dragged, looked into."""
+    """RECORD=1 keeps it in data/figures, with the moving picture of the README: flipped, dragged,
+    looked into.
+    """
     checkpoint, page, _, _, _ = opened
     if checkpoint != "tiny-qwen2_5_vl":
         return
