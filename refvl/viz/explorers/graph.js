@@ -4,10 +4,11 @@ import { explorer } from "./shared.js";
 export default explorer(view => {
   const NAME = 92, LINE = () => (view.big ? 38 : 24), CELL = () => LINE() - 10, CHIP = () => (view.big ? 42 : 24), SIDE = () => (view.big ? 230 : 160);
   const BUFFERS = () => (view.big ? 270 : 230);
-  const { groups, kinds, shapes, reads, buffers, photos } = view.shared;
+  const { groups, parts, kinds, shapes, reads, buffers, photos } = view.shared;
   const longest = Math.max(...groups.map(g => g.count));
   const cell = () => (Math.min(NAME + longest * 11.5, view.big ? view.fit(1120) - BUFFERS() - 24 : view.fit(960)) - NAME) / longest;
   const starts = groups.map((_, k) => groups.slice(0, k).reduce((sum, g) => sum + g.count, 0));
+  const first = groups.findIndex(g => g.name.startsWith("blocks.")), top = line => line * LINE() + (line < first ? 0 : 16);  // heads need room
   const lineOf = i => starts.findLastIndex(start => start <= i);
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
   const stale = () => view.place("stale") - 1;
@@ -23,11 +24,22 @@ export default explorer(view => {
       (answer === right ? `"${answer}" all the same` : `"${answer}" instead of "${right}"`);
   });
 
-  // the axis of the errors, next to the short second line: a bar for each power of ten
+  // the parts of a block, above the first one
+  function heads(pen) {
+    pen.fillStyle = view.colors.muted; pen.textAlign = "center"; pen.textBaseline = "bottom";
+    parts.reduce((start, { name, count }) => {
+      const left = NAME + start * cell(), wide = count * cell() - 2;
+      if (wide > 24) { pen.fillRect(left, top(first), wide, 1); pen.fillText(name, left + wide / 2, top(first) - 2, wide); }
+      return start + count;
+    }, 0);
+    pen.textAlign = "left";
+  }
+  // the axis of the errors, next to the short last lines: a bar for each power of ten
   function scale(pen) {
-    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 6), bottom = LINE() + 2 + CELL();
+    const above = top(groups.length - 2), bottom = above + LINE() + 2 + CELL();
+    const left = NAME + 16 * cell(), step = Math.min(74, (longest * cell() - 16 * cell()) / 6);
     pen.fillStyle = view.colors.muted; pen.textAlign = "left"; pen.textBaseline = "bottom";
-    pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, LINE() - 4);
+    pen.fillText(step < 60 ? "error, log scale" : "bar height: error of the result (log scale)", left, above + LINE() - 4);
     ["0.1 %", "1 %", "10 %", "100 %", "1000 %"].forEach((text, power) => {
       if (step < 60 && power % 2) return;
       pen.fillStyle = view.colors.empty; pen.fillRect(left + power * step, bottom - CELL(), 8, CELL());
@@ -39,13 +51,13 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "The operations of the image encoder, from left to right. Green marks: the operation reads a buffer. Every result is correct"
+      ? "The operations of the image encoder, from left to right; a block has norms, attention and an MLP. Green marks: the operation reads a buffer. Every result is correct"
       : `The operations of the image encoder, from left to right. Gray: a correct result, because no stale data has reached it. Orange: an incorrect result; the taller the bar, the larger the error. ` +
         `Marks below: the operation reads ${buffers[stale()].name} (orange) or a different buffer (green). The first error is in operation ${wrong()}`,
-    size: () => [NAME + longest * cell(), groups.length * LINE()],
+    size: () => [NAME + longest * cell(), top(groups.length)],
     at(x, y) {
-      const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());
-      return place >= 0 && line < groups.length && place < groups[line].count ? starts[line] + place : -1;
+      const line = groups.findIndex((_, k) => y < top(k + 1)), place = Math.floor((x - NAME) / cell());
+      return place >= 0 && line >= 0 && place < groups[line].count ? starts[line] + place : -1;
     },
     step(i, dx, dy) {
       const line = lineOf(i) + dy;
@@ -55,7 +67,7 @@ export default explorer(view => {
     draw(pen) {
       pen.textBaseline = "middle";
       groups.forEach((group, line) => {
-        const y = line * LINE();
+        const y = top(line);
         pen.fillStyle = view.colors.ink; pen.fillText(label(group.name, line), 0, y + CELL() / 2 + 2);
         for (let k = 0; k < group.count; k++) {
           const i = starts[line] + k, x = NAME + k * cell(), error = view.row.operations[i];
@@ -68,11 +80,12 @@ export default explorer(view => {
           }
         }
       });
+      heads(pen);
       if (stale() >= 0) scale(pen);
       if (view.item < 0) return;
       const line = lineOf(view.item);
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
-      pen.strokeRect(NAME + (view.item - starts[line]) * cell() - 1, line * LINE() + 1, cell() + 1, CELL() + 2);
+      pen.strokeRect(NAME + (view.item - starts[line]) * cell() - 1, top(line) + 1, cell() + 1, CELL() + 2);
     },
   });
 

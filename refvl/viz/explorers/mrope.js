@@ -132,7 +132,7 @@ export default explorer(view => {
   }
   view.canvas({
     name: () => `the ${axes().length} rotary pairs by the axis that rotates them, fastest first; the wedge is the angle from the query to the key`,
-    caption: () => `All ${axes().length} rotary pairs by axis, from the fastest to the slowest; a larger theta slows them. The score depends only on the wedges. ` +
+    caption: () => `All ${axes().length} rotary pairs by axis, from the fastest to the slowest. The score depends only on the wedges. ` +
       "A larger distance does not always lower the score, because fast pairs wrap around",
     size: () => [wide(), 3 * LINE()],
     at: dial_at,
