@@ -126,10 +126,11 @@ def varlen_attention(
 ) -> Tensor:  # fmt: skip
     """Compute non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
 
-    q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0. max_seqlen: the length
-    of the longest segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed in this
-    call). Returns (N, H, K), with zeros in rows after the last segment. Raises ValueError for an unknown backend or if
-    the shapes differ. Upstream: `MMEncoderAttention`.
+    q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0.
+    max_seqlen: the length of the longest segment. groups: `group_segments(cu_seqlens)` from the
+    plan, used by `sdpa` (None: computed in this call). Returns (N, H, K), with zeros in rows
+    after the last segment. Raises ValueError for an unknown backend or if the shapes differ.
+    Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
     check_shape(k_NHK, q_NHK.shape, "k_NHK")

@@ -105,8 +105,9 @@ def check_sizes(values: Mapping, name: str) -> None:
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     """Return the safetensors files of a checkpoint: model.safetensors, or else the index's shards (as in transformers).
 
-    pattern: a regular expression; shards that contain no matching weight may be missing. Raises FileNotFoundError if
-    there are no files or some are missing, and ValueError if the index is malformed or names a file outside the folder.
+    pattern: a regular expression; shards that contain no matching weight may be missing. Raises
+    FileNotFoundError if there are no files or some are missing, and ValueError if the index is
+    malformed or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

@@ -86,8 +86,9 @@ class Glm4vVisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        the grids. The position table, in contrast, is sampled on its own device.
+        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also
+        accepts tensors, and checks the grids. The position table, in contrast, is sampled on
+        its own device.
         """
         table, m = self.get_parameter("embeddings.position_embedding.weight"), self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bicubic", align_corners=False)

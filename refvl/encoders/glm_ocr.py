@@ -86,9 +86,10 @@ class GlmOcrVisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
-        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
-        and TypeError if their dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`.
+        `attention` overrides the tower's backend; a capture requests a backend with static
+        shapes. Raises ValueError if the rows do not match the plan, and TypeError if their
+        dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks

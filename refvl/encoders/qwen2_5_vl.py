@@ -224,9 +224,9 @@ class PatchMerger(nn.Module):
 def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp the float16 rows in which a value has overflowed; the limit is finfo.max - 1000.
 
-    Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values within 1000 of the limit
-    depend on the rest of the batch. In this function, a value depends only on its own row. The function does not
-    branch on the tensor, so a graph can capture it.
+    Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values
+    within 1000 of the limit depend on the rest of the batch. In this function, a value depends
+    only on its own row. The function does not branch on the tensor, so a graph can capture it.
     """
     bound = torch.finfo(x_NE.dtype).max - 1000
     overflowed_N1 = ~x_NE.isfinite().all(-1, keepdim=True)

@@ -1,9 +1,9 @@
 """2-D rotary positions for the vision tower, in merge-block order.
 
-A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, and its column rotates the other
-K/4. Each pair spans a plane. Patch rows, rotary angles and position tables share one order: by frame, block row and
-block column, then the m x m patches of the merge block. The merger can therefore fold a merge block with a plain
-reshape.
+A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, and its
+column rotates the other K/4. Each pair spans a plane. Patch rows, rotary angles and position
+tables share one order: by frame, block row and block column, then the m x m patches of the
+merge block. The merger can therefore fold a merge block with a plain reshape.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def vision_rotary_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each (N, head_dim // 2) float32, in merge-block order: h half, then w half.
 
-    head_dim must be a multiple of 4; theta must be finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers
-    repeats each half once more, to head_dim columns, before it applies them. Raises ValueError if head_dim is not
-    divisible by 4.
+    head_dim must be a multiple of 4; theta must be finite and above 0. Upstream:
+    `rotary_pos_emb_thw`; transformers repeats each half once more, to head_dim columns, before
+    it applies them. Raises ValueError if head_dim is not divisible by 4.
     """
     if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(f"head_dim: must be a multiple of 4 (h and w use head_dim / 4 angles each), got {head_dim}")

@@ -95,10 +95,13 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
         captured.graph.operations,
         {name: captured.buffers[name] for name in names},
     )
+    block = encoder.get_submodule("blocks.0")
+    parts = {*map(id, block.modules())}
+    inside = [operation for operation in operations if id(operation.module) in parts]
     return {
         "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
         "groups": group_operations(operations, encoder),
-        "parts": group_operations([op for op in operations if _is_in(op, encoder.blocks[0])], encoder.blocks[0]),
+        "parts": group_operations(inside, block),
         "kinds": [kind_of_operation(operation) for operation in operations],
         "shapes": [" x ".join(map(str, operation.outputs[0].shape)) or "1" for operation in operations],
         "reads": np.array([[operation.reads(buffer) for buffer in buffers.values()] for operation in operations]),
@@ -113,10 +116,6 @@ def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) 
     parts = [names[id(operation.module)].split(".") for operation in operations]
     blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
     return [{"name": name, "count": len(list(group))} for name, group in itertools.groupby(blocks)]
-
-
-def _is_in(operation: Operation, block: torch.nn.Module) -> bool:
-    return any(operation.module is part for part in block.modules())
 
 
 def _batch(run: Trace) -> tuple[Tensor, object]:
