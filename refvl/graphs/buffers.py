@@ -62,7 +62,7 @@ def fields_to_fill(buffers, metadata) -> Iterator[Fill]:
 def fill_together(fills: Sequence[Fill]) -> None:
     """Apply `fill_padded` to several buffers; all are checked before one is filled.
 
-    On a GPU, one kernel copies all contents and a second one writes all zeros, because launches
+    On a GPU, one kernel copies contents and one writes zeros, because launches
     take longer than copies.
     """
     for buffer, values, rule, name in fills:
@@ -76,17 +76,17 @@ def fill_together(fills: Sequence[Fill]) -> None:
     for buffer, values, rule, _ in fills:
         rest = buffer[len(values) :]
         copies.append((buffer[: len(values)], values))
-        if not len(rest):
-            continue
-        if rule == "identity":
-            copies.append((rest, torch.arange(len(values), len(buffer), dtype=buffer.dtype, device=buffer.device)))
-        elif rule == "zero":
+        if rule == "zero" and len(rest):
             zeros.append(rest)
-        else:
+        elif rule == "identity":
+            copies.append((rest, torch.arange(len(values), len(buffer), dtype=buffer.dtype, device=buffer.device)))
+        elif len(rest):
             rest.copy_(values[-1].expand_as(rest))
+    # torch has one kernel for all tensors only if their dtypes are equal, here 32-bit words
     if all(to.dtype == x.dtype and to.nbytes % 4 == 0 and x.is_contiguous() for to, x in copies):
-        # one kernel copies tensors of one dtype, here 32-bit words
         copies = [(to.flatten().view(torch.int32), x.flatten().view(torch.int32)) for to, x in copies]
+    if all((x.data_ptr() | x.nbytes) % 4 == 0 for x in zeros):
+        zeros = [x.view(-1).view(torch.int32) for x in zeros]
     torch._foreach_copy_([to for to, _ in copies], [x for _, x in copies], non_blocking=True)
     if zeros:
         torch._foreach_zero_(zeros)

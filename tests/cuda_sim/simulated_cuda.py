@@ -8,6 +8,7 @@ computes on the CPU:
     waiting          reading a value back, a copy to the host, a copy from pageable memory, a shape that depends on
                      values: counted, reported in the sync-debug modes, forbidden while a stream is capturing
     attention        the preconditions of the variable-length kernels; rows that they do not write hold NaN
+    kernels          counted; a foreach call is one if its tensors share a dtype
     fresh memory     holds NaN, or the smallest integer
     graphs           a capture records what runs on its stream and computes nothing that lasts; a replay computes it in
                      place, and Python is not executed again
@@ -19,6 +20,7 @@ allocator cuts memory.
 
 import contextlib
 import ctypes
+import re
 import threading
 import warnings
 from collections import Counter
@@ -42,7 +44,7 @@ EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.new_empty.defau
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default}
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WAITING = {ATEN.equal.default, ATEN.is_nonzero.default, ATEN.bincount.default, ATEN.masked_select.default}
-PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.baddbmm.default}
+PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.addmm_.default, ATEN.bmm.default, ATEN.baddbmm.default}
 STAGED = 1 << 16  # bytes: a larger copy from pageable memory waits until it has been staged
 CUDA, META = 1, 14  # of `c10::DeviceType`
 
@@ -100,7 +102,9 @@ class Generator(torch.Generator):
     """One of a CUDA device draws on the CPU."""
 
     def __new__(cls, device: Any = "cpu"):
-        return super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)
+        generator = super().__new__(cls, "cpu")
+        generator.is_cuda = torch.device(device).type == "cuda"
+        return generator
 
 
 class CUDAGraph:
@@ -128,7 +132,8 @@ class CUDAGraph:
 
 @dataclass
 class Workspace:
-    """Scratch memory of matrix products on one stream, out of a graph's pool or of everybody's memory."""
+    """Scratch memory of matrix products on one stream, out of a graph's pool or of
+    everybody's memory."""
 
     pool: Any
     is_kept: bool = True  # until the workspaces are cleared
@@ -190,11 +195,13 @@ class Machine:
             raise CudaError(f"{what}: operation not permitted when stream is capturing")
 
     def copy(self, source: Tensor, target: Tensor | None, to_device: bool, non_blocking: bool) -> str:
-        """Count a copy between host and device; one on the device is a kernel like any other. target: None for new.
+        """Count a copy between host and device; one on the device is a kernel like
+        any other. target: None for new.
 
-        Copies from pinned memory and to it are done when the stream is waited for. Pageable memory
-        is staged: large copies from it wait, and copies to it always do. What `.to("cpu",
-        non_blocking=True)` makes is pinned. Returns what the host waits for, if anything.
+        Copies from pinned memory and to it are done when the stream is waited
+        for. Pageable memory is staged: large copies from it wait, and copies to
+        it always do. What `.to("cpu", non_blocking=True)` makes is pinned.
+        Returns what the host waits for, if anything.
         """
         if isinstance(source, CudaTensor):
             is_async = to_device or (non_blocking and (target is None or is_pinned(target)))
@@ -208,10 +215,14 @@ class Machine:
         return "" if non_blocking else "copy from the host"
 
     def check(self, function, args, kwargs, inputs: list[Tensor]) -> str:
-        """Refuse operands on several devices; returns what the host waits for, if anything."""
+        """Refuse operands on several devices; returns what the host waits for, if
+        anything."""
         devices = {x.device for x in inputs if isinstance(x, CudaTensor) or x.ndim}
         if function in INDEXING:
             indices = [index for index in args[1] if index is not None]
+            refused = [x for x in indices if isinstance(x, CudaTensor)] + [x for x in args[2:3] if x.ndim]
+            if {x.device for x in refused} - {args[0].device}:
+                raise CudaError(f"indices and values should be where the indexed tensor is, {args[0].device}")
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 if not (len(args) > 2 and args[2].numel() == 1):  # that is a masked_fill
                     return f"{function} with a mask"
@@ -223,6 +234,12 @@ class Machine:
         elif function in WAITING or (WAITING_TAGS & set(function.tags) and kwargs.get("output_size") is None):
             return str(function)
         return ""
+
+    def counted(self, function: Callable) -> tuple[Any, Counter]:
+        """What a call returns, and what it asked of the device."""
+        self.counts.clear()
+        result = function()
+        return result, Counter(self.counts)
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
@@ -250,6 +267,7 @@ class Machine:
             waits = self.copy(args[1], args[0], not to_host, non_blocking)
         elif function is ATEN._to_copy.default:
             waits = self.copy(args[0], None, not to_host, kwargs.get("non_blocking", False))
+            self.counts["bytes"] += args[0].nbytes if homes and wanted not in (None, homes[0]) else 0
         else:
             waits = self.check(function, args, kwargs, inputs)
         if waits:
@@ -283,7 +301,12 @@ class Machine:
         if function in EMPTY:
             self._spoil(results[0])
         elif not is_view:
-            self.counts["kernels"] += 1
+            lists = [x for x in args if isinstance(x, list)] if "_foreach" in str(function) else []
+            is_mixed = any(len({x.dtype for x in tensors}) > 1 for tensors in lists)
+            self.counts["kernels"] += len(lists[0]) if is_mixed else 1
+            if function in PRODUCTS:  # fast if rows begin at multiples of 16 bytes
+                strides = [stride for x in reads if x.itemsize == 2 for stride in x.stride()]
+                self.counts["unaligned products"] += any(n > 1 and n % 8 for n in strides)
             self.dtypes |= {x.dtype for x in (*reads, *results)}
             workspace = self._workspace(stream, capture) if function in PRODUCTS else None
             if capture:
@@ -384,7 +407,6 @@ class Machine:
         """What replaces the functions and classes of `torch.cuda`."""
         return {
             "is_available": lambda: True,
-            "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
             "init": lambda: None,
             "device_count": lambda: self.devices,
@@ -402,7 +424,6 @@ class Machine:
             "memory_allocated": lambda device=None: 0,
             "Stream": Stream,  # a class: annotations name it
             "stream": self.stream,
-            "set_stream": self.set_stream,
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self.default_streams[self.device_of(device).index],
             "CUDAGraph": CUDAGraph,
@@ -446,9 +467,11 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
 
 
 def _set_device_guard() -> None:
-    """Many calls switch to a tensor's device first, and a build without CUDA has no function for that.
+    """Many calls switch to a tensor's device first, and a build without CUDA has
+    no function for that.
 
-    torch keeps one per kind of device in a table; that of `meta` does nothing, which is right here.
+    torch keeps one per kind of device in a table; that of `meta` does nothing,
+    which is right here.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     table = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -469,7 +492,8 @@ def _replaced(owner: Any, replacements: dict[str, Any]):
 
 
 def _enter_no_grad(self) -> None:
-    """A wrapper made in inference mode refuses views; without gradients the same is computed."""
+    """A wrapper made in inference mode refuses views; without gradients the same
+    is computed."""
     self.grad_was = torch.is_grad_enabled()
     torch.set_grad_enabled(self.grad_was and not self.mode)
 
@@ -519,6 +543,8 @@ class _Python(TorchFunctionMode):
             args = _mapped(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
         if function in FUSED and isinstance(args[0], CudaTensor):
             return self.machine.run(*FUSED[function](*args, **kwargs))[0]
+        if not getattr(kwargs.get("generator"), "is_cuda", True) and isinstance(args[0], CudaTensor):
+            raise CudaError("Expected a 'cuda' device type for generator but found 'cpu'")
         if function is Tensor.cuda:
             return args[0].to(self.machine.device_of(kwargs.get("device", *args[1:2])))
         if function is not torch.device:
@@ -542,14 +568,8 @@ FUSED = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: _sdpa}  # which 
 
 def _with_index(device: Any) -> Any:
     """ "cuda" is the current device; anything else passes."""
-    is_plain = (isinstance(device, str) and device == "cuda") or (
-        isinstance(device, torch.device) and device.type == "cuda" and device.index is None
-    )
-    return Stream.machine.device_of("cuda") if is_plain else torch.device(device) if _names_a_device(device) else device
-
-
-def _names_a_device(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("cuda:")
+    is_device = isinstance(device, str | torch.device) and re.fullmatch(r"cuda(:\d+)?", str(device))
+    return Stream.machine.device_of(torch.device(device)) if is_device else device
 
 
 def _real(x: Any) -> Any:
@@ -557,7 +577,8 @@ def _real(x: Any) -> Any:
 
 
 def _mapped(function: Callable, tree: Any) -> Any:
-    """`tree_map` of what operators take and return; torch's takes half of the time of a simulated call."""
+    """`tree_map` of what operators take and return; torch's takes half of the time
+    of a simulated call."""
     if type(tree) in (tuple, list):
         return type(tree)([_mapped(function, x) for x in tree])
     return {name: _mapped(function, x) for name, x in tree.items()} if type(tree) is dict else function(tree)

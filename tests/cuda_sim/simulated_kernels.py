@@ -9,7 +9,8 @@ def flash_attention(
     q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale=None, window_size_left=-1,
     window_size_right=-1, **unused,
 ):  # fmt: skip
-    """`mha_varlen_fwd` of flash-attn 2. A window at least as long as the longest segment is none."""
+    """`mha_varlen_fwd` of flash-attn 2. A window at least as long as the longest
+    segment is none."""
     for window in (window_size_left, window_size_right):
         require(window < 0 or window >= max_k, "no window here")
     return varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale), *torch.zeros(4, 0)
@@ -53,10 +54,19 @@ def efficient_sdpa(q, k, v, bias, log_sumexp, dropout=0.0, is_causal=False, *, s
 
 
 def fused_rms_norm(x, shape, weight, eps):
-    """float32 inside, rounded once: by parts, as on a CPU, it is rounded before the weight as well."""
+    """float32 inside, rounded once: by parts, as on a CPU, it is rounded before
+    the weight as well."""
     dims = tuple(range(-len(shape), 0))
     scale = torch.rsqrt(x.float().pow(2).mean(dims, keepdim=True) + eps)
     return (x.float() * scale * weight.float()).to(x.dtype), scale
+
+
+def convolution(x, weight, *rest):
+    """cuDNN's: by default, it reads float32 as TF32, which keeps ten bits of the
+    fraction."""
+    if x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
+        x, weight = ((operand.view(torch.int32) + 2**12 & -(2**13)).view(torch.float32) for operand in (x, weight))
+    return torch.ops.aten.convolution(x, weight, *rest)
 
 
 def require(holds: bool, what: str) -> None:
@@ -69,4 +79,5 @@ KERNELS: dict = {  # those that a CPU does not have
     torch.ops.aten._scaled_dot_product_flash_attention.default: flash_sdpa,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: efficient_sdpa,
     torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
+    torch.ops.aten.convolution.default: convolution,
 }

@@ -32,24 +32,6 @@ CASES = {
 }
 
 
-def graph_options(encoder, layout) -> dict:
-    """One budget, that of the medium."""
-    if not hasattr(encoder, "paths"):
-        return {"budgets": [encoder.item_size(layout)[1]]}
-    layouts = encoder.path_layouts(layout)
-    tokens = {
-        name: path.item_size(layouts[name])[1] if layouts[name] else path.tokens for name, path in encoder.paths.items()
-    }
-    return {"budgets": {name: [count] for name, count in tokens.items()}}
-
-
-def counted(machine, function):
-    """What a call returns, and what it asked of the device."""
-    machine.counts.clear()
-    result = function()
-    return result, Counter(machine.counts)
-
-
 SLOW = ("tiny-qwen3_vl", "tiny-minicpmv-4_5")
 MODELS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES if is_read_here(name)]
 
@@ -63,19 +45,22 @@ def run(request):
     cpu = refvl.load(folder, device="cpu", dtype="bfloat16", progress=False)
     found = SimpleNamespace(name=request.param, encoder=cpu.encoder, expected=cpu.trace(question, **ask))
     found.expected_embeds = cpu.encode(**plain)
-    options = graph_options(cpu.encoder, found.expected.layouts[0])
-    with simulated_cuda() as machine:
-        vlm = refvl.load(folder, device="cuda", dtype="bfloat16", graphs=options, progress=False)
+    chunks = {"prefill_chunk": 32, "pruning": "vidcom2", **ask}
+    found.expected_in_chunks = cpu.chat(question, **chunks)
+    options = {"min_budget": 32, "max_budget": 32}
+    with simulated_cuda(devices=2) as machine:  # the first one is the current device
+        vlm = refvl.load(folder, device="cuda:1", dtype="bfloat16", graphs=options, progress=False)
         found.graphed = vlm.trace(question, **ask)
-        found.replayed, found.replay_counts = counted(machine, lambda: vlm.trace(question, **ask))
+        found.replayed, found.replay_counts = machine.counted(lambda: vlm.trace(question, **ask))
         found.hits, found.misses = vlm.graphs.stats().hits, vlm.graphs.stats().misses
         vlm.graphs, steps = None, []
         vlm.language_model.register_forward_pre_hook(lambda *_: steps.append(Counter(machine.counts)))
         vlm.language_model.register_forward_hook(lambda *_: steps.append(Counter(machine.counts)))
-        found.eager, found.counts = counted(machine, lambda: vlm.trace(question, **ask))
+        found.eager, found.counts = machine.counted(lambda: vlm.trace(question, **ask))
         found.decode = steps[-1] - steps[-2]
+        found.in_chunks = vlm.chat(question, **chunks)
         found.streamed = "".join(vlm.chat(question, stream=True, **ask))
-        embeds, found.encode_counts = counted(machine, lambda: vlm.encode(**plain))
+        embeds, found.encode_counts = machine.counted(lambda: vlm.encode(**plain))
         found.embeds = [rows.cpu() for rows in embeds]
     return found
 
@@ -84,18 +69,20 @@ def run(request):
 def test_ids_equal_the_cpu_s(run):
     assert run.eager.token_ids == run.expected.token_ids
     assert run.graphed.token_ids == run.replayed.token_ids == run.expected.token_ids
-    assert run.streamed == run.expected.text
+    assert (run.streamed, run.in_chunks) == (run.expected.text, run.expected_in_chunks)
     assert (run.hits > 0, run.misses) == (True, 0)
 
 
 def test_embeddings_come_as_near_as_bfloat16_rounds(run):
-    """A block rounds to bfloat16 some twelve times, what is behind the tower as often as two blocks."""
+    """A block rounds to bfloat16 some twelve times, what is behind the tower as
+    often as two blocks."""
     for ours, want in zip(run.embeds, run.expected_embeds, strict=True):
         assert_agree(ours, want, 12 * (run.encoder.config.depth + 2))
 
 
 def test_pixels_travel_once_and_as_the_smallest_type(run):
-    """A byte for a value of a frame; Step3 resizes what is normalised already, and its values take two."""
+    """A byte for a value of a frame; Step3 resizes what is normalised already, and
+    its values take two."""
     [patches] = run.expected.patches
     rows = patches.rows
     sent = rows.values.nbytes + 2 * rows.table.numel() if isinstance(rows, Levels) else 2 * rows.numel()
@@ -122,7 +109,8 @@ def test_graphs_ask_no_more_of_the_host(run):
 
 
 def test_old_gpus_answer_in_float16():
-    """A T4 has no flash kernels and no bfloat16: it takes sdpa, masked graphs and float16, and is told so."""
+    """A T4 has no flash kernels and no bfloat16: it takes sdpa, masked graphs and
+    float16, and is told so."""
     folder, (question, media) = DATA / "checkpoints" / "tiny-qwen2_5_vl", CASES["tiny-qwen2_5_vl"]
     with simulated_cuda(capability=(7, 5)):
         with pytest.warns(UserWarning, match="dtype: simulated does not compute in bfloat16; .* in float16"):
@@ -131,18 +119,9 @@ def test_old_gpus_answer_in_float16():
         assert vlm.chat(question, max_new_tokens=4, **media) == "red"
 
 
-def test_a_cache_of_fixed_size_changes_no_id(name="tiny-qwen2_5_vl"):
-    """`compile=True`, on a CPU, where transformers does not compile. Oracle: the cache that grows."""
-    question, media = CASES[name]
-    vlm = refvl.load(DATA / "checkpoints" / name, device="cpu", compile=True, progress=False)
-    static = vlm.trace(question, max_new_tokens=4, **media).token_ids
-    assert vlm.language_model.generation_config.cache_implementation == "static"
-    vlm.language_model.generation_config.cache_implementation = None
-    assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
-
-
 def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):
-    """Whole, for all sizes, and run once. What comes of it: `tests/encoders/test_compiled_blocks.py`."""
+    """Whole, for all sizes, and run once. What comes of it:
+    `tests/encoders/test_compiled_blocks.py`."""
     compiled, ran = [], []
 
     def compile_(module, **options):
@@ -160,9 +139,11 @@ def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """torch.compile leaves code as it is and does what "reduce-overhead" does; yields (mode, thread) of every call.
+    """torch.compile leaves code as it is and does what "reduce-overhead" does;
+    yields (mode, thread) of every call.
 
-    It clears the workspaces, and until 2.12 records in the thread alone that imported it.
+    It clears the workspaces, and until 2.12 records in the thread alone that
+    imported it.
     """
     calls = []
 
