@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import torch.nn.attention.varlen  # defines `torch_attn`
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from refvl.attention import available_backends
 from refvl.paths import DATA
+from refvl.serving.linear import FusedSwiGLU, SwiGLU
 from refvl.tools.check_gpu import describe_backend
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
@@ -43,9 +45,10 @@ COUNTED_TOO[torch.ops.torch_attn._varlen_attn] = varlen_operations
 
 
 def count_operations(call: Callable) -> int:
-    """Count the multiplications and additions of a call with torch's counter."""
+    """Count the multiplications and additions of a call with torch's counter, without the padding of fused MLPs."""
     counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
-    with torch.inference_mode(False), torch.no_grad(), counter:  # in inference mode a layer is one operation
+    # in inference mode, a layer is one operation
+    with patch.object(FusedSwiGLU, "forward", SwiGLU.forward), torch.inference_mode(False), torch.no_grad(), counter:
         call()
     return counter.get_total_flops()
 

@@ -8,6 +8,7 @@ from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
 from refvl.positions.rotary import rotary_matrices
+from refvl.serving.linear import fuse_mlps
 
 FAMILIES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR", "MiniCPM-V 4.5", "Step3-VL")
 
@@ -31,6 +32,7 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
         return lambda *args: (torch.zeros(rows, width, dtype=torch.bfloat16),)
 
     width = getattr(encoder.config, "vision", encoder.config).hidden_size
+    fuse_mlps(encoder)  # as `load` does on a GPU
     with torch.inference_mode():
         for block in encoder.blocks:
             block.compile(dynamic=True, fullgraph=True, backend=keep)
