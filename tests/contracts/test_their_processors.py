@@ -110,11 +110,11 @@ def test_every_stage_is_equal_or_listed(name, asked, monkeypatch):
 def test_families_without_a_processor_in_transformers_are_named(name):
     run = random_model(name).trace("Hi", max_new_tokens=1)
     with pytest.raises(ValueError, match=f"a processor in transformers, got {random_model(name).family.name}"):
-        recording.record_transformers("", random_model(name), run)
+        recording.record_transformers("tiny-glm4v", random_model(name), run)
 
 
 def test_what_videos_need_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(recording, "find_spec", lambda name: None)
     vlm = random_model("GLM-4.1V")
     with pytest.raises(ImportError, match=r"^with: .* need torchvision: pip install 'refvl\[compare\]'$"):
-        recording.record_transformers("", vlm, vlm.trace(MESSAGES["an odd number of frames"], max_new_tokens=1))
+        recording.record_transformers("tiny-glm4v", vlm, vlm.trace(MESSAGES["an odd number of frames"], max_new_tokens=1))
