@@ -1,10 +1,10 @@
 """Compute the costs of one image and of one video in each family at full size: `python -m benchmarks.families`.
 
-Results are counted, not timed: tokens, positions, memory, and the multiplications and additions of tower and
-prefill. They are counted for images of increasing side, and for videos of increasing length, which each family
-samples by its own rule. Only the media item is counted, not the words around it. With --write the result is
-written to data/measurements/families.json. Divided by the operations per second of a device, the count is a
-lower bound for the time of any run.
+Results are counted, not timed: tokens, positions, memory, and the multiplications and additions
+of tower and prefill. They are counted for images of increasing side, and for videos of
+increasing length, which each family samples by its own rule. Only the media item is counted,
+not the words around it. With --write the result is written to data/measurements/families.json.
+The count divided by a device's operations per second is a lower bound for the time of any run.
 """
 
 import itertools

@@ -10,9 +10,9 @@ Everything is measured in CPU time on one thread, with interleaved calls:
 - the stages of whole answers
 - a fresh process up to its first answer, and the part of that time for importing torch and transformers' text model
 
-The 7B tower in bfloat16 is never run. Its kernels, operations and bytes are counted, with one kernel each for RMSNorm
-and attention, as on CUDA. The notebook derives estimates from these counts. With --write the results are written to
-data/measurements/performance_cpu.json.
+The 7B tower in bfloat16 is never run. Its kernels, operations and bytes are counted, with one
+kernel each for RMSNorm and attention, as on CUDA. Notebook 11 derives estimates from these
+counts. With --write, the results are written to data/measurements/performance_cpu.json.
 """
 
 import math
@@ -91,7 +91,9 @@ PHOTO, QUESTION = DATA / "pictures" / "coffee.jpg", "What is in the picture?"
 
 
 class Traffic(TorchDispatchMode):
-    """A mode that counts kernels, and the bytes that they read and write: matmuls, attention and all others."""
+    """A mode that counts kernels, and the bytes that they read and write, for matmuls,
+    attention and all other kernels.
+    """
 
     def __init__(self):
         super().__init__()
@@ -119,10 +121,10 @@ def _tensors(values) -> list[Tensor]:
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
     """Count operations, and kernels and bytes by kind, of one forward on a square image; nothing is computed.
 
-    on_gpu: count as on a GPU, where RMSNorm is one kernel, and the rotary embedding is two kernels.
-        Otherwise RMSNorm counts as several operations, as on a CPU. `tests/cuda_sim` compares the
-        number. `refvl.load` also fuses the MLPs on a GPU, which is not counted here: 12 kernels
-        instead of 14.
+    on_gpu: whether to count as on a GPU, where RMSNorm is one kernel, and the rotary embedding
+        is two kernels. Otherwise RMSNorm counts as several operations, as on a CPU.
+        `tests/cuda_sim` compares the number. `refvl.load` also fuses the MLPs on a GPU, which
+        is not counted here: 12 kernels instead of 14.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):
@@ -250,7 +252,7 @@ def operations_of_prefill(language_model, tokens: int) -> int:
 
 
 def measure_gains(repeats: int) -> list[dict]:
-    """Time the prefill of the tiny model, which the kernel of linear layers also changes."""
+    """Time the prefill of the tiny model, whose speed also depends on the kernel of linear layers."""
     models = {kernel: refvl.load(CHECKPOINT, linear=kernel, progress=False).language_model for kernel in KERNELS[1:]}
     rows: list[dict] = []
     for tokens in PROMPTS:

@@ -21,7 +21,9 @@ WATCHED = ("embed_multimodal", "get_mrope_input_positions", "recompute_mrope_pos
 
 
 def start(folder: str | Path, **options) -> Any:
-    """Build a float32 `vllm.LLM` that caches nothing between requests, normalises first, and returns raw logits."""
+    """Build a float32 `vllm.LLM` that caches nothing between requests, normalises pixels on the
+    CPU, and returns raw logits.
+    """
     import vllm
 
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16} | options

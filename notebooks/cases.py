@@ -1,7 +1,8 @@
-"""What the nine functions are compared with: named and random arguments, and the expected results.
+"""Test cases for the nine functions: named and random arguments, and the expected results.
 
-`rotate`, `attend`, `fold` and `replay` are compared with slow formulas, which share no code with the library; the other
-five with the library, which is tested against transformers. Random cases are the same every time.
+`rotate`, `attend`, `fold` and `replay` are compared with slow formulas, which share no code
+with the library. The other five are compared with the library, which is tested against
+transformers. Random cases are the same every time.
 """
 
 import functools
@@ -23,11 +24,11 @@ from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_p
 from refvl.positions.windows import window_order
 from refvl.study.stages import Stages
 
-PARTS = {  # of results that are tuples
+PARTS = {  # the names of the parts, for results that are tuples
     "target_size": ("height", "width"), "window_index": ("index", "inverse", "lengths"),
     "mrope": ("positions", "delta"), "evs": ("keep", "positions", "delta"), "replay": ("results", "the buffers"),
 }  # fmt: skip
-RULES = {"x": "zero", "index": "identity", "inverse": "identity", "ends": "repeat_last"}  # of the recording below
+RULES = {"x": "zero", "index": "identity", "inverse": "identity", "ends": "repeat_last"}  # for the recording below
 FLOATS = torch.float32, torch.uint8, torch.float64
 
 
@@ -56,7 +57,7 @@ def evs(embeds: Tensor, steps: int, rate: float, positions: Tensor, offset: int)
 
 
 def filled(buffer: Tensor, values: Tensor, rule: str) -> Tensor:
-    """Return what a buffer has to contain."""
+    """Return the contents that a buffer must have."""
     rest = {"zero": 0 * buffer, "identity": torch.arange(len(buffer)), "repeat_last": values[-1].expand_as(buffer)}
     return torch.cat([values, rest[rule][len(values) :]])
 
@@ -231,7 +232,9 @@ def _smooth(noise: torch.Generator, t: int, n: int) -> Tensor:
 
 
 class Fixed:
-    """A recording and its buffers: a copy of a buffer would no longer be read."""
+    """The base of objects that are not copied, because a recording would not read a copy of its
+    buffers.
+    """
 
     def __deepcopy__(self, memo: dict) -> "Fixed":
         return self
@@ -242,11 +245,11 @@ class Graph(Fixed, TraceGraph):
 
 
 class Buffers(Fixed, dict):
-    """Its buffers, by name."""
+    """The buffers of the recording, by name."""
 
 
 def _recorded(x: Tensor, index: Tensor, inverse: Tensor, ends: Tensor) -> Tensor:
-    """Need every rule: rows in another order, sums over segments and over everything, and the order restored."""
+    """Use every padding rule: reorder rows, add sums over segments and over all rows, and restore the order."""
     y = x[index]
     segment = torch.searchsorted(ends, torch.arange(len(x)), right=True)
     same = (segment[:, None] == segment).float()
@@ -279,7 +282,9 @@ def _replayed(graph: Graph, buffers: Buffers, rules: dict, batches: list) -> tup
 
 
 def with_buffers(function: Callable) -> Callable:
-    """Wrap `replay` so that it also returns the buffers that the recording reads, whatever became of its dict."""
+    """Wrap `replay` so that it also returns the recording's buffers, even if it changes the
+    dict that it receives.
+    """
 
     @functools.wraps(function)
     def run(graph: Graph, buffers: Buffers, rules: dict, batches: list) -> tuple[Any, dict]:

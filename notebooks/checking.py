@@ -1,11 +1,12 @@
-"""How the reader's code is judged: strictly, within a time limit, and without an exception.
+"""Judge the reader's code: strictly, within a time limit, and without raising an exception.
 
     not yet   the function is still the stub: its body is `...`
     wrong     the first case that differs: the place, the expected value and the reader's value, side by side
     right     the number of cases
 
-`compare` accepts neither another dtype, type, shape or device nor a changed argument. What is done is recorded in a
-folder next to the notebooks; an exercise is removed from it if a later attempt is wrong.
+`compare` rejects a different type, dtype, shape or device, and a changed argument. Solved tasks
+are recorded in a folder next to the notebooks; a task is removed from this folder if a later
+attempt is wrong.
 """
 
 import contextlib
@@ -37,13 +38,13 @@ from refvl.paths import DATA
 
 sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a model is asked about
 NOTEBOOKS = Path(__file__).resolve().parent
-DONE = NOTEBOOKS / ".progress"  # an empty file for everything that is done
-DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; the reader's code runs on the CPU
+DONE = NOTEBOOKS / ".progress"  # an empty file for each solved task
+DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # for the models of notebooks; the reader's code runs on the CPU
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
 LIMIT = 10.0  # seconds that one call of a reader's function may take
 COLORS = "#b2182b", "#1b7837"  # wrong, right
 CELLS = 6, 16  # rows and columns of an image
-MOVES, EMPTY = {"RESUME", "NOP", "RETURN_VALUE"}, {"LOAD_CONST", "RETURN_CONST"}  # of a body that is only `...`: None
+MOVES, EMPTY = {"RESUME", "NOP", "RETURN_VALUE"}, {"LOAD_CONST", "RETURN_CONST"}  # in a body that is only `...`
 SCALARS = int | float | str | bool | None
 
 Case = tuple[str, Sequence, Any]  # a name, the arguments, the expected result
@@ -62,7 +63,7 @@ class TooLong(BaseException):
 
 
 class Printed(StringIO):
-    """What the reader's functions print, of which the first three lines are shown."""
+    """The output that the reader's functions print; its first three lines are shown."""
 
     def write(self, text: str) -> int:
         return super().write(text) if self.tell() < 2000 else len(text)
@@ -98,14 +99,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check, shown as a line; unless it is right, with both values and three hints to open."""
+    """The result of a check, shown as a line; below it, unless it is right, both values and
+    three hints to open.
+    """
 
     status: str  # one of MARKS
     line: str
     hints: tuple[str, ...] = ()
     want: Any = None
     got: Any = None
-    case: Sequence = ()  # the arguments, of which `want` is expected
+    case: Sequence = ()  # the arguments for which `want` is expected
     task: str = ""  # what the function has to do, shown until it is written
     printed: Any = ""
 
@@ -123,7 +126,9 @@ class Verdict:
 
 
 class Row(NamedTuple):
-    """One kind of question: how many are right with the reader's functions, with the library's, and by chance."""
+    """One kind of question: the correct answers with the reader's functions, with the
+    library's, and by chance.
+    """
 
     kind: str
     count: int
@@ -146,7 +151,7 @@ class Board:
 
     whose: str
     rows: list[Row] = field(default_factory=list)
-    scene: Picture | None = None  # the reader's
+    scene: Picture | None = None  # the reader's scene
     own: list[tuple[str, str, str]] = field(default_factory=list)  # about that scene: question, answer, truth
     note: str = ""
     printed: Any = ""
@@ -193,7 +198,8 @@ def is_stub(function: Callable) -> bool:
 def judge(function: Callable, cases: Iterable[Case], names: Sequence[str] = (), **shown) -> Verdict:
     """Compare the function's results with the expected ones, case by case, until the first difference.
 
-    names: those of the parts, if the result is a tuple. shown: further fields of the verdict.
+    names: the names of the result's parts, if the result is a tuple. shown: further fields of
+    the verdict.
     """
     if is_stub(function):
         return Verdict("not yet", f"write the body of {function.__name__}", **shown)
@@ -231,7 +237,9 @@ def record(name: str, verdict: Verdict) -> Verdict:
 
 
 def compare(case: str, got: Any, want: Any, names: Sequence[str] = ()) -> None:
-    """Raise `Wrong` at the first difference in type, dtype, device, shape or value; names: of a tuple's parts."""
+    """Raise `Wrong` at the first difference in type, dtype, device, shape or value; names:
+    those of a tuple's parts.
+    """
     if isinstance(want, Tensor | Close):
         _compare_tensors(case, got, want)
     elif isinstance(want, SCALARS):
@@ -284,9 +292,9 @@ def _say(value: Any) -> str:
 
 
 def limited(function: Callable, times: float = 1.0, printed: Printed | None = None) -> Callable:
-    """Wrap a function so that it prints into `printed`, and raises TooLong after `times` LIMIT.
+    """Wrap a function so that it prints into `printed`, and raises TooLong after `times` times LIMIT.
 
-    That stops loops in Python on any system.
+    The limit stops loops in Python code on any system.
     """
     raise_in, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
 
@@ -320,7 +328,8 @@ def failing_line(function: Callable, error: BaseException) -> str:
 
 
 def _corners(want: Any, got: Any) -> tuple[list[np.ndarray], list[np.ndarray], list[int]] | None:
-    """Return both values as grids from just before the first difference, what differs in each, and where they start.
+    """Return both values as grids from just before the first difference, masks of the differing
+    cells, and the start.
 
     Numbers, and tensors or lists of numbers, are shown; in more than two dimensions, the last one runs to the right.
     """
@@ -347,7 +356,7 @@ def _corners(want: Any, got: Any) -> tuple[list[np.ndarray], list[np.ndarray], l
 
 
 def as_text(want: Any, got: Any) -> str:
-    """Return both values as lines of numbers; a star marks what differs."""
+    """Return both values as lines of numbers; a star marks each number that differs."""
     corners = _corners(want, got)
     if corners is None:
         return ""

@@ -9,20 +9,22 @@ import resource
 import pytest
 from nbclient import NotebookClient
 
-NotebookClient.shutdown_kernel.default_value = "immediate"  # Python needs three seconds to take torch down
+NotebookClient.shutdown_kernel.default_value = "immediate"  # a regular exit takes three seconds, because of torch
 MOST = 180  # seconds
 BEFORE = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items):
-    """Run notebooks before tests, the last first: 13 trains models, and nothing should wait for it at the end."""
+    """Run notebooks before tests, in reverse order: notebook 13 trains models, so it must not
+    be the last to run.
+    """
     items.sort(key=lambda item: item.name if item.path.suffix == ".ipynb" else "", reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of kernels that have ended
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # by kernels that have ended
     seconds = used.ru_utime + used.ru_stime
     if call.when == "setup":
         item.stash[BEFORE] = seconds

@@ -28,7 +28,7 @@ from refvl.pixels.slices import SliceConfig, slice_grid
 from refvl.positions import interpolate_position_table
 from refvl.serving.parallel import get_load_balance_assignment
 
-__all__ = ["DEVICE"]  # of the notebooks' models
+__all__ = ["DEVICE"]  # the device of the notebooks' models
 UNITS = {"target_size": 10, "patch_rows": 15, "window_index": 15, "rotate": 15, "attend": 10, "fold": 5, "mrope": 20,
          "evs": 20, "replay": 20}  # minutes to write each of the nine functions  # fmt: skip
 COUNT = 200  # random cases
@@ -39,7 +39,8 @@ def exercise(*names: str, call: Callable[[Callable], Callable] | None = None) ->
 
     call: turns the reader's function into a function of the cases' arguments; None if the reader's accepts them itself.
 
-    The generator's docstring states the task, then gives hints, from a nudge to nearly the solution.
+    The generator's docstring states the task, then gives hints, from a nudge to almost the full
+    solution.
     """
 
     def decorate(cases: Callable[[random.Random], Iterator[Case]]) -> Callable[[Callable], Verdict]:
@@ -63,7 +64,7 @@ def exercise(*names: str, call: Callable[[Callable], Callable] | None = None) ->
 class Chapter:
     """A notebook of the course, with its minutes and its solved exercises."""
 
-    name: str  # of the file, without its suffix
+    name: str  # the name of the file, without its suffix
     title: str
     minutes: int
     exercises: dict[str, bool]
@@ -123,7 +124,8 @@ def progress() -> Progress:
 
 
 def minutes_of(markdown: Sequence[str], code: Sequence[str], writing: int) -> int:
-    """Return a learner's minutes: 200 words or six lines of code a minute, and the minutes of writing functions.
+    """Return a learner's minutes: 200 words or six lines of code a minute, and the minutes for
+    writing functions.
 
     Collapsed text, tables and addresses of links do not count; neither do imports, comments and blank lines.
     """
@@ -133,7 +135,9 @@ def minutes_of(markdown: Sequence[str], code: Sequence[str], writing: int) -> in
 
 
 def plant_fault(vlm: refvl.VLM, number: int) -> None:
-    """Change one line of a Qwen3-VL text model, for part 7 of notebook 12; guess before you read which one."""
+    """Change one line of a Qwen3-VL text model, for part 7 of notebook 12; guess which one
+    before you read on.
+    """
 
     def late(module, args: tuple, kwargs: dict) -> tuple:
         features = kwargs.get("deepstack_visual_embeds")
@@ -289,7 +293,7 @@ def check_split_thought(rng: random.Random) -> Iterator[Case]:
 
 
 def circles(first: int, count: int) -> tuple[list[np.ndarray], list[str]]:
-    """Return `count` scenes with one circle, from scene `first` on, all of one size; and the circles' colours."""
+    """Return `count` scenes with one circle each, from scene `first` on, and the circles' colours."""
     images, colors, index = list[np.ndarray](), list[str](), first
     while len(images) < count:
         scene = scenes.draw_scene("demo", index)
@@ -307,7 +311,8 @@ def serve(
     *,
     view: bool = False,
 ) -> list[str]:
-    """Ask for the circle's colour, once for each model and indices of images in `requests`, with a dict as the cache.
+    """Ask for the circle's colour in each of `requests` (a model and indices of images), with a
+    dict as the cache.
 
     keys_of: the model and the request's patches -> a key for each image. view: the tower writes all embeddings into one
     buffer, and the cache stores views of it.

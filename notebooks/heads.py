@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # from pixels to an answer, and the five families; the rest is elective
 ROUTE = ("00", "01", "02", "03", "04", "05", "17")
-HEAD = "head"  # a tag: no part of the lesson
+HEAD = "head"  # the tag of cells that are not part of the lesson
 COLAB = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({})"
 BINDER = "[![Open in Binder](https://mybinder.org/badge_logo.svg)]({})"
 INSTALL = """\

@@ -47,7 +47,7 @@ from refvl.viz.live.page import page as page_of_live
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
 MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY, MAX_LIVE = 600_000, 220_000, 600_000, 3_000_000  # bytes
-MIN_WORDS = 3  # of an alt text
+MIN_WORDS = 3  # in an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
@@ -121,7 +121,9 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 
 def explorer_page(name: str, made: dict[str, list], notebooks: list[Path]) -> str:
-    """Return the page of an explorer and those that share it, with links to its neighbours, notebook and the index."""
+    """Return the page `name`, with one explorer or several, and with links to its neighbours,
+    its notebook and the index.
+    """
     names = list(made)
     place = names.index(name)
     [notebook] = [path for path in notebooks if path.name.startswith(EXPLORERS[name][0])]
@@ -194,7 +196,7 @@ def highlighting() -> str:
 
 
 def prepare(notebook: Any, folder: Path) -> None:
-    """Change a notebook in place into what a page can show: see `notebook_page`."""
+    """Change a notebook in place into a form that a page can show; see `notebook_page`."""
     notebook.cells = [cell for cell in notebook.cells if "remove-cell" not in cell.metadata.get("tags", ())]
     models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
     said = title_of(notebook)
@@ -321,7 +323,9 @@ def index_page(paths: list[Path], made: dict[str, list]) -> str:
 
 
 def live_item() -> str:
-    """Return the section for the live page, which people are sent to first, with a still image of it."""
+    """Return the section for the live page, which visitors should open first, with a still
+    image of that page.
+    """
     still = small(STILL.read_bytes(), ALT, side=960)
     names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
     return (
@@ -430,7 +434,7 @@ def check(pages: dict[str, str]) -> Iterator[str]:
                 path, _, part = link.partition("#")
                 target = str((Path("/") / name).parent.joinpath(unquote(path)).resolve())[1:] if path else name
                 places = read[target].ids if target in read else set[str]()
-                if target not in read or (part and {part, unquote(part)}.isdisjoint(places)):  # as browsers look
+                if target not in read or (part and {part, unquote(part)}.isdisjoint(places)):  # as in browsers
                     yield f"{name}: links {link}, which is not there"
 
 

@@ -4,7 +4,8 @@
     entries()   -> one Entry per name: from the docstring and the files that use the name
     page()      -> reference.html, with a search that runs in the page
 
-A name that no test or notebook spells is shown where its file is tested and taught: `home` in reference.toml.
+A name that no test or notebook contains gets the test or notebook of its file: `home` in
+reference.toml.
 """
 
 import ast
@@ -70,7 +71,7 @@ class Entry:
     signature: str
     doc: str
     source: str  # file in the repository
-    line: int  # of its definition; 0 for values
+    line: int  # the line of its definition; 0 for values
     test: str  # file in the repository
     notebook: str  # without its suffix
     is_shown: bool  # whether the notebook uses the name; otherwise it explains the file of the name
@@ -114,7 +115,7 @@ def texts(pattern: str) -> dict[str, str]:
 
 @cache
 def words(pattern: str) -> dict[str, Counter[str]]:
-    """Return how often each word stands in each of the `texts`."""
+    """Return how often each word occurs in each of the `texts`."""
     return {path: Counter(re.findall(r"\w+", text)) for path, text in texts(pattern).items()}
 
 

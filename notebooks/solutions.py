@@ -1,4 +1,6 @@
-"""One right version of each function in mine.py, none longer than 15 lines. Read them after your own are green."""
+"""A correct version of each function in mine.py, at most 15 lines long. Read each only after
+your own version passes the check.
+"""
 
 import math
 

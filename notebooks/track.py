@@ -54,8 +54,8 @@ KINDS = {  # the questions that need a function, by data/measurements/ablations.
 }
 CHANCE = {"color": 1 / 6, "shape": 1 / 5, "place": 1 / 9, "motion": 1 / 4, "neighbour": 1 / 4, "window": 1 / 4}
 PLACEHOLDERS = "placeholders of 200 sizes"  # a row of the scoreboard of `target_size`
-RATE = 0.5  # of EVS, in the questions of `evs`
-OWN = ("color", "shape", "place", "neighbour", "window")  # what is asked about the reader's scene
+RATE = 0.5  # the pruning rate of EVS, for the questions of `evs`
+OWN = ("color", "shape", "place", "neighbour", "window")  # the kinds of questions about the reader's scene
 DRAWN, PREDICTED = DONE / "scene.json", DONE / "predictions.json"
 SCENE = {"middle left": "red circle", "center": "blue star", "top right": "green cross"}  # until the reader draws one
 KEPT = "stored in mine.py"
@@ -103,7 +103,7 @@ def check(function: Callable, count: int = 200) -> Verdict:
         verdict = replace(verdict, line=f"{verdict.line}. On every case, it behaves like this mistake: {known}")
     if verdict.status == "right" and not own:
         verdict = replace(verdict, line=f"{verdict.line}; {_keep(name, function)}")
-    if own or verdict.line.endswith(KEPT):  # with its date, for the page of `finish`
+    if own or verdict.line.endswith(KEPT):  # the page of `finish` shows the date
         checking.record(name, verdict)
     return verdict
 
@@ -114,8 +114,10 @@ def _judged(name: str, function: Callable, count: int, **shown: Any) -> Verdict:
 
 
 def _known(name: str, function: Callable) -> str:
-    """Return the planted mistake with whose results, or errors, the function agrees on 50 cases, if there is one."""
-    if name == "replay":  # whose cases are states of a recording
+    """Return the planted mistake with the same results, or errors, as the function on 50 cases;
+    "" if there is none.
+    """
+    if name == "replay":  # its cases are states of a recording
         return ""
     drawn = [(label, arguments) for label, arguments, _ in cases(name, 50)]
     for mistake in TASKS[name]["mistakes"]:
@@ -168,7 +170,9 @@ def load_model(graphs: bool) -> refvl.VLM:
 
 @torch.inference_mode()
 def answers(model: refvl.VLM, asked: Sequence[dict], rate: float = 0.0) -> list[tuple[str, list[int]]]:
-    """Return the text and the token ids of each answer; all are decoded together, and with graphs encoded together."""
+    """Return the text and the token ids of each answer; all are decoded together and, with
+    graphs, encoded together.
+    """
     if model.graphs:  # in one call; `read` then finds the embeddings in the cache
         model.encode(*([item for a in asked for item in a.get(media, ())] for media in ("images", "videos")))
     read = [model.read(Request(**a, pruning_rate=rate if "videos" in a else 0.0)) for a in asked]
@@ -195,9 +199,10 @@ def _library(kind: str, count: int, rate: float) -> list[tuple[str, list[int]]]:
 def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = None, count: int = 24) -> Board:
     """Ask the trained model the questions that need the named functions.
 
-    functions: the reader's functions, or names of the nine; they run with those of mine.py. Stubs are the library's.
-    With `mistake`, a planted mistake of the one named function runs alone. predicted: kind of question -> how many of
-    `count` will be correct; it is stored, and a board without it is folded. Never raises for the reader's code.
+    functions: the reader's functions, or names of the nine; they run with those of mine.py. The
+    library's functions replace stubs. With `mistake`, a planted mistake of the one named
+    function runs alone. predicted: kind of question -> how many of `count` will be correct; it
+    is stored, and a board without it is folded. Never raises for the reader's code.
     """
     names = [f if isinstance(f, str) else f.__name__ for f in functions] or list(written())
     if unknown := [name for name in names if name not in NAMES]:
@@ -313,7 +318,8 @@ def _tell(board: Board, model: refvl.VLM, kinds: Sequence[str]) -> None:
 
 
 def finish(count: int = 50) -> Board:
-    """Ask 200 questions about scenes and 50 about videos with all functions of mine.py, eagerly and replayed.
+    """Ask 200 questions about scenes and 50 about videos with all functions of mine.py, eagerly
+    and with graphs.
 
     count: the questions of each kind. Also writes mine.html: the functions, their dates, and the model's answers.
     """

@@ -170,10 +170,11 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
 
 
 def _flash_attention(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
-    """Call the kernel of `torch.nn.attention.varlen.varlen_attn`, which would also clear random-number state.
+    """Call the kernel of `torch.nn.attention.varlen.varlen_attn` directly; that function also
+    clears random-number state.
 
-    Since torch 2.14, that function uses cuDNN for long segments on Hopper. This function uses the same kernel
-    for every image, eagerly and in graphs, with every release of torch.
+    Since torch 2.14, `varlen_attn` uses cuDNN for long segments on Hopper. This function uses
+    the same kernel for every image, eagerly and in graphs, with every release of torch.
     """
     op = torch.ops.aten._flash_attention_forward
     return op(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, False, False)[0]

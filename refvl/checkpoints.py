@@ -67,7 +67,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
 def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_or_id") -> Path:
     """Download the files of a hub id that match the patterns, and return their folder in the hub's cache.
-    name: the caller's argument, for the error.
+    name: the name of the caller's argument, for the error message.
     """
     from huggingface_hub import snapshot_download
 

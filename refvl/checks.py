@@ -218,7 +218,7 @@ def is_grid(layout: object) -> bool:
     return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
-INSTEAD = {  # the name of an argument or key in other software -> its name here
+INSTEAD = {  # the name of an argument or key in other software -> the name in refvl
     "system": "a message with role 'system'", "stop": "stop_strings", "max_tokens": "max_new_tokens",
     **dict.fromkeys(("tools", "enable_thinking", "chat_template_kwargs"), "template_kwargs={...}"),
     "total_pixels": "max_pixels, the area of a frame", "raw_fps": "video_metadata, and pass the frames",
@@ -271,7 +271,9 @@ def read_json(path: Path) -> dict:
 
 @contextmanager
 def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn errors in the `with` block into ValueErrors that begin with `what`, such as a file; let `passed` through."""
+    """Turn errors in the `with` block into ValueErrors that begin with `what`, such as a file,
+    except for the types in `passed`.
+    """
     try:
         yield
     except passed:

@@ -38,7 +38,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    encoder_name: str  # "file:class", as the next two
+    encoder_name: str  # "file:class", like the next two names
     processor_name: str
     text_name: str = "model:CausalTextModel"
     vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
@@ -80,7 +80,9 @@ def _part(folder: str, name: str) -> Any:
 
 
 def minicpmv_config(text_class_name: str, /, **values) -> PretrainedConfig:
-    """Read the flat config.json of MiniCPM-V, whose text model's config has this name."""
+    """Read the flat config.json of MiniCPM-V; `text_class_name` names the class of the text
+    model's config.
+    """
     minicpmv = import_module("refvl.language.minicpmv")
     text_class = getattr(minicpmv, text_class_name, None) or getattr(transformers, text_class_name)
     return minicpmv.MiniCPMVConfig(text_class, **values)
@@ -106,7 +108,7 @@ FAMILIES = (
     GLM("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), processor_name="glm4v:Glm4vProcessor",
         text_name="glm4v:Glm4vMoeTextModel"),
     GLM("GLM-4.6V (glm46v)", ("glm46v",), processor_name="glm4v:Glm46VProcessor"),
-    GLM("GLM-GA", ("glmga",), processor_name="glm4v:GlmgaProcessor", names_class=False),  # its files name GLM-4.6V's
+    GLM("GLM-GA", ("glmga",), processor_name="glm4v:GlmgaProcessor", names_class=False),  # files name GLM-4.6V's class
     GLM("GLM-OCR", ("glm_ocr",), encoder_name="glm_ocr:GlmOcrVisionTransformer", processor_name="glm4v:Glm46VProcessor",
         text_name="glm4v:GlmOcrTextModel"),
     STEP("Step3-VL", ("step3_vl",), "step3_vl:Step3VisionEncoder", text_name="step3_vl:Step3ForCausalLM",

@@ -179,7 +179,9 @@ def _check_arguments(path_or_id, weights, text: bool, graphs, compile: bool, max
 
 
 def _with_cache(media_cache: Any) -> Callable[..., VLM]:
-    """Return a maker of models with a `MediaCache`; `media_cache`: the cache, or its number of tokens."""
+    """Return a function that makes a model with a `MediaCache`; `media_cache`: the cache, or
+    its size in tokens.
+    """
     from refvl.serving.media_cache import CachedVLM, MediaCache
 
     cache = media_cache if isinstance(media_cache, MediaCache) else MediaCache(media_cache)

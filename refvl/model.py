@@ -179,7 +179,7 @@ class VLM(Pipeline):
         return check_options(self, method, options, max_new_tokens)
 
     def answer_with_beams(self, trace: Record, max_new_tokens: int | None, **options) -> None:
-        """Answer like `answer`, but time it as one stage, because transformers does not call a streamer for beams."""
+        """Answer like `answer`, but time the answer as one stage, because beam search does not call a streamer."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()

@@ -21,7 +21,8 @@ def data(name: str | os.PathLike, *, kind: str = "name") -> Path:
     Such a name is also accepted in place of a path; if a file of that name exists, the file is
     used.
 
-    kind: the caller's argument, for the error. Raises FileNotFoundError with the most similar name.
+    kind: the name of the caller's argument, for the error. Raises FileNotFoundError with the
+    most similar name.
     """
     if (name := os.fspath(name)) not in SHIPPED:
         raise FileNotFoundError(f"{kind}: no such file: {name}{nearest(os.path.basename(name), SHIPPED)}")
@@ -44,9 +45,9 @@ def write_whole(target: Path, content: bytes) -> None:
 def copy_course(folder: Path) -> Path:
     """Copy the notebooks and their data into `folder`. Return the folder of the notebooks.
 
-    Links to files that are not copied then lead to the repository. Both folders get their names once they are
-    complete. Raises FileExistsError if `folder` is a file or contains one of them, and OSError with the first reason if
-    a file cannot be copied.
+    Links to files that are not copied then lead to the repository. Both folders get their names
+    once they are complete. Raises FileExistsError if `folder` is a file or already contains one
+    of the two, and OSError with the first reason if a file cannot be copied.
     """
     for path in (folder / "notebooks", folder / "data", *([] if folder.is_dir() else [folder])):
         if os.path.lexists(path):

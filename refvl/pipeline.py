@@ -164,7 +164,8 @@ class Pipeline:
 
     @torch.inference_mode()
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
-        """Return one (M, W) tensor per item, images first. Long encodes run in several forwards with a progress bar.
+        """Return one (M, W) tensor per item, images first. Large inputs run in several forward
+        passes, with a progress bar.
 
         W is the language model's width D, or D * (1 + k) if the model also accepts k DeepStack features.
         """

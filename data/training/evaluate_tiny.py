@@ -451,7 +451,7 @@ def missed(family: TinyFamily, shares: dict[str, float]) -> list[str]:
 
 
 def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share p of n."""
+    """Return the 95 % Wilson interval for a share p of n answers."""
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 

@@ -190,7 +190,7 @@ def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[l
         order = np.argsort(~lined_up, kind="stable") if alike else slice(None)
         return list(places[order][:count]), 0
     dx, dy = DIRECTIONS[direction]
-    along, across = int(rng.integers(2)), int(rng.integers(3))  # cells between object and edge behind it; the lane
+    along, across = int(rng.integers(2)), int(rng.integers(3))  # cells from the object to the edge behind it; its lane
     start = along if dx + dy > 0 else 2 - along
     column, row = (start, across) if dx else (across, start)
     room = 2 - along

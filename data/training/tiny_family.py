@@ -73,7 +73,7 @@ class TinyFamily:
     reads_places: bool = False  # whether the language model should read a token's location in an image from positions
     moves_with_token: tuple[int, ...] = (0,)  # columns next to a place's token whose positions are exchanged with it
     reads_canvas: bool = False  # whether positions indicate the location of a whole slice
-    reads_steps: bool = False  # whether it should also read the time of each step in a video
+    reads_steps: bool = False  # whether the language model should also read the time of each step in a video
     reads_table: bool = False  # whether the tower should read locations from its position table instead
     reads_neighbours: bool = False  # whether answers depend on the coordinates of the tower's tokens; see `relations`
     reads_windows: bool = False  # whether answers also depend on which tokens share a window

@@ -22,9 +22,9 @@ A model whose prompts contain timestamps (`scenes.draw_change`) needs two more m
 If timestamps are spelt digit by digit before a frame (Qwen3-VL), the probe reads the token after the frame
 instead, and also predicts the timestamp from this token.
 
-With neither, 30 % of the answers were correct after 2,500 steps. With the probe, 83 % were correct after 1,700
-steps. With both methods, helper questions for the first and last timestamp, and 30 seconds instead of 40, 83 %
-were correct after 700 steps.
+With neither method, 30 % of the answers were correct after 2,500 steps. With the probe, 83 %
+were correct after 1,700 steps. With both methods, helper questions for the first and last
+timestamp, and 30 seconds instead of 40, 83 % were correct after 700 steps.
 
 A model reads an input only if nothing else contains the same information:
 
@@ -33,15 +33,16 @@ A model reads an input only if nothing else contains the same information:
    is the opposite direction. The probe does not ask for the place, because otherwise the tower would learn to
    encode it. A second probe, in the last layer, predicts from each token the place or the step that the token's
    position indicates. Without this probe, the direction of a motion remained a guess for 1,600 steps.
-7. **Slices are shuffled, and temporal ids are reversed or exchanged.** An object in a corner, which is whole in one
-   of MiniCPM-V's slices, is at the location of that slice. Of the videos, 35 % have reversed times,
-   15 % have times reversed within each pack, and up to 10 % have exchanged packs. A probe on the separator after each
-   pack predicts what happened in the pack. Time enters only the resampler's keys, so only the order of times
-   *inside* a pack can be read, if the pack's frames differ. Directions are learned last: when nearly all other
-   answers were correct, only 50 to 70 % of the directions were. So this family has as many videos as images in
-   a step, and its questions about images are mostly about places. With 14 images, 6 videos and five questions
-   each, training took a third more time. With 8 images, 9 videos and the questions of other families, only 94 %
-   of the answers about exchanged slices were correct.
+7. **Slices are shuffled, and temporal ids are reversed or exchanged.** An object in a corner,
+   which is whole in one of MiniCPM-V's slices, is at the location of that slice. In 35 % of the
+   videos, all times are reversed; in 15 %, the times within each pack; in up to 10 %, packs are
+   exchanged. A probe on the separator after each pack predicts what happened in the pack. Time
+   enters only the resampler's keys, so only the order of times *inside* a pack can be read, if
+   the pack's frames differ. Directions are learned last: when nearly all other answers were
+   correct, only 50 to 70 % of the directions were. So this family has as many videos as images
+   in a step, and its questions about images are mostly about places. With 14 images, 6 videos
+   and five questions each, training took a third more time. With 8 images, 9 videos and the
+   questions of other families, only 94 % of the answers about exchanged slices were correct.
 8. **Position tables are shuffled.** A second GLM (`glm4v_table`) learns to read places from its table. In most
    batches of images, the tokens exchange their vectors, and the questions follow the table. The first probe
    also follows the table; in this model, it predicts the place. M-RoPE does not change. At the start, the
@@ -494,8 +495,8 @@ def tell_rate(frames: int, rng: np.random.Generator) -> tuple[float, ...]:
 
 
 def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: list[int] | None = None) -> scenes.Scene:
-    """Return the same video with different timestamps, half of the time in random order; so only the text
-    indicates them.
+    """Return the same video with different timestamps, half of the time in random order, so
+    only the text indicates them.
 
     digits: the number of digits of each timestamp.
     """

@@ -18,7 +18,7 @@ class TowerConfig:
 
     __slots__ = ()
     activation: ClassVar[str | None] = None  # the only activation that the tower supports; None: not checked
-    # the head dimension is a multiple of this number: 4 if rows rotate half of a head, and columns the other half
+    # the head dimension must be a multiple of this number: 4 if row and column each rotate one half of a head
     head_unit: ClassVar[int] = 1
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int

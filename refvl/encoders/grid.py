@@ -50,10 +50,11 @@ class GridMetadata(Segments):
 
     `pad`: the rule by which a graph fills the unused end of a buffer.
 
-    A captured graph reads fixed addresses whose contents change. A capture records integers as constants, so the
-    integers of this plan are capacities that a replay must not exceed. Rotary angles take 40 times as many bytes as
-    rows and columns, so they are computed on the tower's device. The frequencies are part of the plan, because
-    `.to(torch.bfloat16)` would round them in a buffer of the module.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as
+    constants, so the integers of this plan are capacities that a replay must not exceed. Rotary
+    angles take 40 times as many bytes as rows and columns, so they are computed on the tower's
+    device. The frequencies are part of the plan, because `.to(torch.bfloat16)` would round a
+    buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
@@ -127,5 +128,7 @@ class GridEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shape by module name, for convolution kernels that the module stores as matrices."""
+        """Return the checkpoint shapes, by module name, of the convolution kernels that the
+        module stores as matrices.
+        """
         return {"patch_embed.proj.weight": self.config.patch_kernel}

@@ -118,7 +118,7 @@ class MiniCPMVEncoder(Tower):
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # whether the encoder uses the times of frames
-    skipped_parts: ClassVar[str] = AUDIO_PARTS  # a regular expression for the checkpoint names of other parts
+    skipped_parts: ClassVar[str] = AUDIO_PARTS  # a regular expression for checkpoint names to skip
     vpm: Any  # an instance of vpm_class
     resampler: Any  # an instance of resampler_class
 

@@ -1,4 +1,4 @@
-"""What a tower sends to a GPU: one copy for a plan, one for an item's pixels.
+"""Copies from the host to a tower's GPU: one for a plan, and one for an item's pixels.
 
     send_plan     all tensors of a plan in one copy, from one pinned buffer
     send_levels   one byte per pixel value, converted on the GPU by one gather

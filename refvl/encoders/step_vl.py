@@ -125,7 +125,7 @@ class StepVLEncoder(Step3VisionEncoder):
             yield name, tensor[order.flatten()] if is_released else tensor
 
     def rename(self, name: str) -> str:
-        """Return the name of the parameter that a checkpoint's tensor of this name fills."""
+        """Return the name of the parameter that the checkpoint's tensor `name` fills."""
         for old, new in RENAMED.items():
             name = re.sub(old, new, name)
         return name

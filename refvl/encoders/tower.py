@@ -123,16 +123,18 @@ class Tower(nn.Module):
         return load_strict(self, pairs, rename=self.rename, kernels=self.kernels, skip=self.unused)
 
     def split_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Return a checkpoint's pairs with its tensors in the order and pieces of this tower."""
+        """Return a checkpoint's pairs, with tensors split and reordered as this tower stores them."""
         return pairs
 
     def rename(self, name: str) -> str:
-        """Return the name of the parameter that a checkpoint's tensor of this name fills."""
+        """Return the name of the parameter that the checkpoint's tensor `name` fills."""
         return name
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shapes that differ from the module's, which stores convolution kernels as matrices."""
+        """Return the checkpoint shapes that differ from the module's, because the module stores
+        convolution kernels as matrices.
+        """
         return {}
 
     @property
@@ -177,7 +179,9 @@ def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
 def encode_eagerly(
     encoder: Any, rows: Sequence[Levels | Tensor], plan: EagerPlan, *, progress: bool = True
 ) -> list[Tensor]:
-    """Return (M, W) per item. Rows are copied to the encoder's device directly before their forward."""
+    """Return (M, W) per item. Rows are copied to the encoder's device just before their forward
+    pass.
+    """
     embeds = list[Tensor]()
     bar = tqdm(plan.groups, desc="encode", disable=not progress or len(plan.groups) < 2, leave=False)
     for group, metadata in zip(bar, plan.metadata, strict=True):

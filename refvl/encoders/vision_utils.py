@@ -151,7 +151,9 @@ def resolve_visual_encoder_outputs(
 
 
 def _hidden_state(hidden_states: Tensor | Sequence[Tensor], layer: int, max_possible_layers: int) -> Tensor:
-    """Return hidden state `layer`; a negative one is relative to the whole tower, even if fewer layers are loaded."""
+    """Return hidden state `layer`; a negative index counts from the end of the whole tower,
+    even if fewer layers are loaded.
+    """
     loaded = len(hidden_states) - 1
     index = layer if layer >= 0 else layer + max_possible_layers - loaded
     if not -len(hidden_states) <= index < len(hidden_states):

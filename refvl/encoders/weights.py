@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from refvl.checkpoints import raise_for_weights
 from refvl.checks import FLOATS
 
-FUSED = re.compile(r"\.qkv\.")  # in the name of a parameter whose rows a checkpoint may store as three tensors
+FUSED = re.compile(r"\.qkv\.")  # names of parameters that a checkpoint may store as three tensors
 
 
 def load_strict(

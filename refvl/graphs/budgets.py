@@ -52,8 +52,8 @@ class PairedBatch:
 class Limits:
     """The limits of one path's graphs: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the maximum of frames times output tokens in a capture; if None, every budget
-    allows max_frames.
+    frame_tokens: the maximum product of frames and output tokens in a capture; if None, every
+    budget allows max_frames.
     """
 
     budgets: tuple[int, ...]
@@ -127,15 +127,15 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each item,
-    limited by `max_frames` per batch (optional). policy: "greedy" adds sorted items to a batch
-    while they fit the largest budget. "optimal" finds the smallest sum of budgets, then the fewest
-    batches: of all partitions of up to 12 items, and of all cuts of more sorted items into
-    consecutive batches.
+    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each
+    item, limited by `max_frames` per batch (optional). policy: "greedy" adds sorted items to a
+    batch while they fit the largest budget. "optimal" minimises the sum of budgets, then the
+    number of batches. It searches all partitions of up to 12 items; it cuts more items, in
+    sorted order, into consecutive batches.
 
     The batch with the smallest item comes first; items that fit no graph come last, each alone,
     with budget None. Every index appears once, and equal arguments give equal batches. Raises
-    ValueError for an unknown policy, for limits below 1, and unless each item has a number of
+    ValueError for an unknown policy, for limits below 1, or if an item lacks a number of
     frames.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]

@@ -62,8 +62,8 @@ def fields_to_fill(buffers, metadata) -> Iterator[Fill]:
 def fill_together(fills: Sequence[Fill]) -> None:
     """Apply `fill_padded` to several buffers; all are checked before one is filled.
 
-    On a GPU, one kernel copies contents and one writes zeros, because launches
-    take longer than copies.
+    On a GPU, one kernel copies all contents and another writes all zeros, because launches take
+    longer than copies.
     """
     for buffer, values, rule, name in fills:
         if rule not in PAD_RULES:

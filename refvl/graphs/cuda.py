@@ -1,4 +1,4 @@
-"""The CUDA backend: it follows the contract of the trace backend, which the CUDA driver enforces here."""
+"""The CUDA backend: its contract is that of the trace backend, but the CUDA driver enforces it."""
 
 import threading
 import warnings
@@ -92,8 +92,8 @@ def pool_bytes(pool: Pool) -> int:
 def _check_capturable(function: Callable[[], Tensor]) -> None:
     """Run once under the rules of the trace backend, with PyTorch's synchronisation warnings turned on.
 
-    That mode applies to the whole process, in which other threads may synchronise, so it warns
-    instead of raising an error.
+    The warnings apply to the whole process, in which other threads may synchronise, so they
+    must not become errors.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()

@@ -42,7 +42,7 @@ BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # in tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
-MAX_UNITS = 64  # the most squares in an inferred graph; MAX_BUDGET is the limit if squares have many tokens
+MAX_UNITS = 64  # the maximum squares in an inferred graph; MAX_BUDGET is the limit if squares have many tokens
 
 Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
 Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
@@ -259,7 +259,9 @@ class EncoderGraphManager:
         return batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
-        """Return (path, its part of an item) for each path that has a part, in the order of the item's rows."""
+        """Return (path, layout of its part) for each path that encodes a part of an item, in
+        the order of the rows.
+        """
         if "" in self.paths:
             return [("", layout)]
         parts = self.encoder.path_layouts(layout)

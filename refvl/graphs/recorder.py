@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # the schema is inconsistent for masks; integers are known
+        is_indexing = function in INDEXING  # their tags do not tell masks from integers
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} has to read a value of its input, which a graph cannot do")
         return function(*args, **(kwargs or {}))
@@ -172,7 +172,7 @@ def _calling_module(frame: FrameType | None) -> nn.Module | None:
     Hooks would also find the module, but hooks affect all threads.
     """
     while frame is not None:
-        is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading a frame's locals keeps them alive
+        is_method = frame.f_code.co_varnames[:1] == ("self",)  # f_locals would keep the locals alive
         if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
             return module
         frame = frame.f_back

@@ -71,7 +71,9 @@ def load_language_model(
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Return whether transformers supports the checkpoint's quantisation method; it silently ignores unknown ones."""
+    """Return whether transformers supports the checkpoint's quantisation method. transformers
+    silently ignores unknown methods.
+    """
     method = getattr(text_config, "quantization_config", None)
     return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 

@@ -1,6 +1,6 @@
 """Qwen3.5's text models are those of transformers; here they reject packed prompts, which linear attention would mix.
 
-MiniCPM-V 4.6 and 4.7 also have a text model of Qwen3.5, each with its own rule for positions.
+MiniCPM-V 4.6 and 4.7 also use a Qwen3.5 text model, each with its own rule for positions.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
 
 
 class StepVLConfig(Step3VLConfig):
-    """The whole config.json of Step3-VL-10B: Step3's keys around other parts."""
+    """The whole config.json of Step3-VL-10B: Step3's keys, but the configs of different parts."""
 
     model_type = "step_robotics"
     sub_configs = {"vision_config": PerceptionEncoderConfig, "text_config": Qwen3Config}  # noqa: RUF012
@@ -68,7 +68,7 @@ class Step37TextModel(SequentialTextModel):
         self.post_init()
 
 
-# the checkpoint has one tensor in three parts for all experts; transformers maps them only for the whole model
+# the checkpoint stores all experts in one tensor of three parts; transformers maps them only for the whole model
 _mapping = get_checkpoint_conversion_mapping("step3p7") or []
 _experts = [rule for rule in _mapping if re.search(r"moe|share_expert", "".join(rule.source_patterns))]
 register_checkpoint_conversion_mapping(Step37TextModel.__name__, _experts, overwrite=True)

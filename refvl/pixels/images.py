@@ -62,7 +62,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """
     origin = ""
     if is_path := isinstance(source, (str, os.PathLike)):
-        # anything but a file is a shipped image's name, or refused: a URL, a folder, or a pipe, which would block
+        # anything but a file must be a shipped image's name: URLs, folders, and pipes, which would block, are refused
         source = source if os.path.isfile(source) else data(source, kind="image")
         origin = os.fspath(source)
     elif isinstance(source, Image.Image):
@@ -90,7 +90,7 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
         most = f"max_image_pixels={limits.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
         raise ValueError(f"it has {image.width} x {image.height} pixels; a file may have 1 to {most}")
     if "RGB;16B" in str(getattr(image, "tile", "")) and "transparency" in image.info:
-        image = image.copy()  # pixels keep their upper 8 bits, but the key has 16
+        image = image.copy()  # of 16 bits, pixels keep the upper 8, but the key keeps all
         image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     rotation = None
     with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact

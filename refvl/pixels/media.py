@@ -124,15 +124,16 @@ def load_video(
     """Return the sampled frames of a video.
 
     source: a path, or the name of a shipped video; a list of frames, each of a type that
-    `load_image` accepts; an array or a tensor, (T, H, W, 3) or (T, 3, H, W); a pair
-    (frames, metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
-    sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as already
-    sampled, at `fps` per second (default 2), unless source_fps sets their recorded rate or
-    num_frames sets the number to sample. For a file, source_fps overrides its times. sample: a function
-    that replaces the sampling rule for a file; it maps (total_num_frames, source_fps) to increasing
-    indices. video_start, video_end: the seconds of a file between which frames are sampled, as if
-    the file had no other frames; the frames keep their times in the file. limits: the limits on
-    decoding. Memory grows with the frames that are kept and not with the length of the video.
+    `load_image` accepts; an array or a tensor, (T, H, W, 3) or (T, 3, H, W); a pair (frames,
+    metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
+    sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as
+    already sampled, at `fps` per second (default 2), unless source_fps sets their recorded rate
+    or num_frames sets the number to sample. For a file, source_fps overrides its times. sample:
+    a function that replaces the sampling rule for a file; it maps (total_num_frames,
+    source_fps) to increasing indices. video_start, video_end: the seconds of a file between
+    which frames are sampled, as if the file had no other frames; the frames keep their times in
+    the file. limits: the limits on decoding. Memory grows with the number of frames that are
+    kept, not with the length of the video.
 
     The times of a file are those of its packets. If these times equal index / rate (within one tick
     of the file's clock), the header's rate is used. If the rate varies, the rule samples at the
@@ -151,7 +152,7 @@ def load_video(
         source_fps = check_positive(source_fps, "source_fps")
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, os.PathLike)):
-        # anything but a file is a shipped video's name, or refused: a URL, a folder, or a pipe, which would block
+        # anything but a file must be a shipped video's name: URLs, folders, and pipes, which would block, are refused
         source = source if os.path.isfile(source) else data(source, kind="video")
         part = partial(_sample_part, sample or rule, video_start, video_end)
         return _read_file(os.fspath(source), part, source_fps, limits)
@@ -181,7 +182,8 @@ class Listing:
 
 
 def _sample_part(sample: Callable, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
-    """Return the indices of the frames that `sample` selects between two times in seconds, and their rate per second.
+    """Return the indices of the frames that `sample` selects between two times in seconds, and
+    their frame rate.
 
     Upstream: `calculate_video_frame_range` of qwen-vl-utils.
     """
@@ -282,7 +284,9 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
 
 
 def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> tuple[np.ndarray, list[int | None], int]:
-    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many were decoded."""
+    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and
+    the number of decoded frames.
+    """
     wanted = set(indices)
     frames = _NO_FRAMES
     ticks: list[int | None] = []

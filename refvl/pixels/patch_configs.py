@@ -9,7 +9,9 @@ from refvl.pixels.patches import PatchConfig, check_aspect_ratio
 
 @dataclass(frozen=True, slots=True)
 class Glm4vPatchConfig(PatchConfig):
-    """GLM's rule: budgets are areas over all frames; an image counts as `temporal_patch_size` frames."""
+    """GLM's rule: budgets limit the area of all frames together; an image counts as
+    `temporal_patch_size` frames.
+    """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # for all frames together
 
@@ -79,7 +81,8 @@ class Qwen3VLPatchConfig(PatchConfig):
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
-    """Qwen3-VL's rule for videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
+    """Qwen3-VL's rule for videos: budgets limit the area of all frames together; the defaults
+    are `Qwen3VLVideoProcessor`'s.
 
     With `cap_pixels_per_frame`, which is off unless the file sets it, `max_video_tokens` limits the tokens of one
     frame.

@@ -59,10 +59,12 @@ class PatchConfig:
 
     The defaults are transformers' defaults for images; `for_video` returns those for a video.
 
-    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
-    gets an equal share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot exceed the context.
-    Released checkpoints allow the image budget, 16,384 tokens, for every frame. The reference implementation
-    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) does not unless it is requested.
+    Pixel budgets limit the area of an image or of one frame. `cap_pixels_per_frame` also limits
+    the sum over a video. Each frame gets an equal share of the pixels for 90 % of
+    `max_video_tokens` tokens, so a long video cannot exceed the context. Released checkpoints
+    allow the image budget, 16,384 tokens, for every frame. The reference implementation
+    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) does not unless it is
+    requested.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, plus a limit on the whole video
@@ -242,7 +244,8 @@ def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", 
 def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> tuple["Levels", Grid]:
     """Resize and cut frames that came from `as_frames`; rows are normalised later.
 
-    num_frames: the number of frames in the whole video, which determines their size, if `frames` are only some of them.
+    num_frames: the number of frames in the whole video, which determines their size; required
+    if `frames` is only a part of them.
     """
     given, height, width, _ = frames.shape
     pixels_TCHW = resize_frames(frames, config.target_size(height, width, num_frames or given))
@@ -325,7 +328,7 @@ class Levels:
         """Return the encoder's rows, (N, C*Tp*P*P) float32."""
         N, C, _, values = self.values.shape
         rows = np.empty((N, C, self.frames, values), np.float32)
-        for channel, of_level in enumerate(self.table.numpy()):  # "clip" saves checking each index
+        for channel, of_level in enumerate(self.table.numpy()):  # "clip" skips the check of each index
             rows[:, channel] = of_level.take(self.values[:, channel].numpy(), mode="clip")
         return torch.from_numpy(rows).flatten(1)
 

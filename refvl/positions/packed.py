@@ -23,7 +23,7 @@ from torch import Tensor
 
 from refvl.checks import check_positive_int, check_shape
 
-IGNORED = -100  # a label without a loss
+IGNORED = -100  # the label of a token that has no loss
 # features with an entry per token -> the value for prompts without the feature; None: all prompts need it
 FILLERS = {
     "labels": IGNORED, "deepstack_embeds": 0, "attention_mask": 1, "inputs_embeds": None, "mm_token_type_ids": None,

@@ -119,7 +119,8 @@ class ChatProcessor:
         return self.sampler(total, source_fps, **(rule | options))
 
     def patchify(self, media: Sequence[Image.Image | Video], *, pixels: bool = True) -> list[Patches]:
-        """Resize each media item and cut it into patch rows, or without pixels plan only their layout.
+        """Resize each media item and cut it into patch rows; with pixels=False, plan only their
+        layout.
 
         Raises ValueError naming the item.
         """

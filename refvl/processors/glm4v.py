@@ -80,7 +80,7 @@ class Glm4vProcessor(ChatProcessor):
         return [places[index] for index in distinct_and_even(video.indices)]
 
     def timestamps_of(self, video: Video) -> tuple[float, ...]:
-        """Return the time of each grid step's first frame, as it is written."""
+        """Return the time of each grid step's first frame, as the prompt states it."""
         timestamps = video.timestamps  # these times are exact even if the rate varies
         return tuple(written_seconds(self.variant, timestamps[place]) for place in self.frames_read(video)[::2])
 

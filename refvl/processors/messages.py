@@ -1,11 +1,13 @@
-"""Prompts as people write them elsewhere, turned into refvl's messages: the only file that reads other programs' forms.
+"""Prompts in the formats of other programs, converted to refvl's messages; only this file reads
+those formats.
 
 prompt "What is it?", images, videos -> one user message: images, videos, text
 prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 
-A part may have the form of transformers, OpenAI, vLLM or qwen-vl-utils; the table in docs/migrate.md lists them. Here
-it becomes {"type": kind, kind: source, **options}. Paths are opened later, by `refvl.pixels`; nothing is downloaded.
+A part may have the format of transformers, OpenAI, vLLM or qwen-vl-utils (see the table in
+docs/migrate.md). This file converts it to {"type": kind, kind: source, **options}. Paths are
+opened later, by `refvl.pixels`; nothing is downloaded.
 """
 
 import base64
@@ -62,7 +64,8 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 
 
 def map_texts(values: Any, change: Callable[[str], Any]) -> Any:
-    """Copy messages, or arguments of a template, with `change` applied to every string, wherever it is.
+    """Copy messages, or arguments of a template, with `change` applied to every string, at any
+    depth.
 
     A key is changed only if it is not an identifier, because no template could look such a key up.
     """

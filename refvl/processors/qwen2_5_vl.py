@@ -20,7 +20,9 @@ class Qwen2_5_VLProcessor(ChatProcessor):
     video_options = ("fps", "min_frames", "max_frames")
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video; frames in memory count as sampled at the checkpoint's rate, unless the message sets it."""
+        """Load a video; frames in memory count as sampled at the checkpoint's rate, unless the
+        message sets a rate.
+        """
         if not isinstance(source, (str, os.PathLike)) and "num_frames" not in options:
             options = {"fps": self.video_config.fps} | options
         return super().load_video(source, options)

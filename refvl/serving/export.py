@@ -115,7 +115,7 @@ def target_of(out: str | Path, name: str) -> Path:
 def is_done(target: Path, source: Path, settings: str) -> bool:
     """Return whether an item's file exists and its source is unchanged.
 
-    Raises ValueError if a different program wrote the file, or if refvl wrote it with other
+    Raises ValueError if a different program wrote the file, or if refvl wrote it with different
     settings.
     """
     if not target.exists():

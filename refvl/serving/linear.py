@@ -43,7 +43,8 @@ class OneDnnLinear(nn.Linear):
 
 
 class FusedSwiGLU(SwiGLU):
-    """A SwiGLU in four kernels instead of six, whose weights are parts of wider matrices; `fuse_mlps` makes it.
+    """A SwiGLU in four kernels instead of six, whose weights are parts of wider matrices;
+    `fuse_mlps` creates it.
 
     One matmul computes gate and up, and a second matmul adds its product to the residual, in place.
     The hidden values have a further column, which is always 1, so the bias of `down_proj` is a

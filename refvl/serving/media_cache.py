@@ -65,7 +65,7 @@ def state_of(encoder: nn.Module) -> bytes:
 
 
 def sum_of_bits(x: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers; it changes with the values, also if torch counts no change."""
+    """Return the sum of a tensor's bits as integers; it changes with the values, even if torch counts no change."""
     # 64 bits at a time are ten times as fast as 32
     wide = x.is_contiguous() and (x.storage_offset() * x.itemsize | x.nbytes) % 8 == 0
     return x.flatten().view(torch.int64 if wide else INTEGERS[x.itemsize]).sum()

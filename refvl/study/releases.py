@@ -29,8 +29,9 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
     """Return the span with its seconds per grid step truncated to an integer,
     which is 0 at more than 2 frames/s.
 
-    Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 with pruning
-    (`_postprocess_video_embeds_evs`). As in both, images are not changed.
+    transformers up to 5.17 (`get_rope_index`) and vLLM 0.33.0 with pruning
+    (`_postprocess_video_embeds_evs`) truncate these seconds in the same way. As in both, images
+    are not changed.
 
     >>> second_per_grid_truncated(MediaSpan(0, t=4, h=2, w=2, t_factor=2 * 0.5)).t_factor
     0.0

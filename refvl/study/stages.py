@@ -168,8 +168,8 @@ class StagedPath(Pipeline):
         return trace
 
     def position(self, trace: Any) -> None:
-        """Set the positions. Only VidCom2 has dropped tokens before this stage, and none of these
-        tokens end the prompt.
+        """Set the positions. Only VidCom2 drops tokens before this stage, and it never drops
+        the last token of a prompt.
         """
         if self.encoder.stages.mrope is None:
             return super().position(trace)

@@ -6,8 +6,8 @@
     compiled    all towers, compiled
     suite       `pytest -m gpu`
 
-A row contains (what, measured, allowed); if allowed is None, there is no limit. An error in one tower, model or size
-becomes a row that fails, and the next follows.
+A row contains (what, measured, allowed); if allowed is None, there is no limit. An error in one
+tower, model or size becomes a row that fails, and the run continues with the next one.
 
 Shape suffixes: M output tokens, D hidden.
 """

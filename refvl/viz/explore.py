@@ -205,9 +205,8 @@ def explore_families(counted: Mapping) -> Explorer:
 
 
 def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> Explorer:
-    """Explore a video's length and frame rate: which frames each variant samples,
-    and the timestamp
-    of each pair of frames.
+    """Explore a video's length and frame rate: the frames that each variant samples, and the
+    timestamp of each pair of frames.
 
     duration: seconds. fps: the frame rate of the video. Duration and fps are initial values.
     variant: the variant whose first step is selected. Needs anywidget. Raises ValueError for an

@@ -64,9 +64,9 @@ class Control:
     """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`),
     over a list of options.
 
-    options: numbers or strings, in order, without repetition. label: the text before the control,
-    with the unit. plays: the text on the button of a player, which names what will move. rare:
-    whether the control is folded away.
+    options: numbers or strings, in order, without repetition. label: the text before the
+    control, with the unit. plays: the text on the button of a player, which names the thing
+    that moves. rare: whether the control is folded away.
     """
 
     name: str

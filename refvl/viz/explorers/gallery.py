@@ -38,7 +38,7 @@ def bottom_first(image) -> np.ndarray:
 
 
 def about(medium, *questions: str) -> dict[str, tuple]:
-    """Return questions about one image or video, each named by itself."""
+    """Return questions about one image or video; each question is its own name."""
     return {question: (question, medium) for question in questions}
 
 

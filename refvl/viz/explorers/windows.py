@@ -16,7 +16,7 @@ from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
 WHOLE = 2**20  # px; large enough to hold any image in one window
-HEAD_DIM = 80  # the released tower's: rows rotate 20 pairs, and columns rotate 20 pairs
+HEAD_DIM = 80  # as in the released tower: rows rotate 20 pairs, and columns rotate 20 pairs
 
 
 class WindowsExplorer(Explorer):

@@ -1,7 +1,7 @@
 """The live page: a small model runs in the browser twice, intact and with one thing exchanged.
 
-`live` shows it in Jupyter; `page.page` is the same as one HTML file, and `make site` writes it to
-`site/live.html`. The modules next to this file are plain JavaScript:
+`live` shows the page in Jupyter, `page.page` returns it as one HTML file, and `make site`
+writes it to `site/live.html`. The modules next to this file are plain JavaScript:
 
     model.js, math.js       the forward pass of both families, with a record of every stage
     lab.js, worker.js       two runs of one input, in a worker; evs.js: what EVS prunes

@@ -3,8 +3,8 @@ in one HTML file.
 
     model.safetensors   -> int8 rows with a float32 scale each, compressed, base64
     config.json         -> the sizes that `model.js` reads
-    tokenizer, template -> the ids around a question, and the data with which `tokenizer.js`
-    tokenises a question *.js -> one module for the page and one for its worker
+    tokenizer, template -> the ids around a question, and the data that `tokenizer.js` needs
+    *.js                -> one module for the page and one for its worker
 
 `make site` writes one page per checkpoint of `LIVE`. A page loads nothing and runs without a
 kernel.
