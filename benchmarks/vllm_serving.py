@@ -1,4 +1,5 @@
-"""Check whether a running vLLM computes the same as refvl: `python -m benchmarks.vllm_serving`, or `make test-vllm`.
+"""Check whether a running vLLM computes the same results as refvl:
+`python -m benchmarks.vllm_serving`, or `make test-vllm`.
 
 The folders of Qwen and GLM are loaded into an engine of vLLM 0.32 on this CPU, in float32; refvl and vLLM get the same
 questions about held-out scenes. Prompt ids, positions, the logits of the first token and the ids of the answer are
@@ -112,7 +113,8 @@ def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, q: floa
 
 
 def ask(name: str, q: float, count: int) -> list[dict]:
-    """Run a family's requests at a pruning rate; return one row per kind: how many agree, and the largest differences.
+    """Run a family's requests at a pruning rate; return one row per kind: the number of
+    requests that agree, and the largest differences.
 
     If vLLM prunes, its positions differ from refvl's; see `refvl.study.releases`.
     """

@@ -258,7 +258,7 @@ def _recorded(x: Tensor, index: Tensor, inverse: Tensor, ends: Tensor) -> Tensor
 
 def _replay(rng, noise, count):
     for number in range(count):
-        if number % 5 == 0:  # five cases share a recording, and begin with what the last one left in its buffers
+        if number % 5 == 0:  # five cases share a recording; each finds its buffers as the previous case left them
             capacity, segments = rng.randint(3, 9), rng.randint(2, 4)
             order = {name: torch.zeros(capacity, dtype=torch.int64) for name in ("index", "inverse")}
             ends = torch.zeros(segments + 1, dtype=torch.int64)

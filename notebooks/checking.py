@@ -109,7 +109,7 @@ class Verdict:
     want: Any = None
     got: Any = None
     case: Sequence = ()  # the arguments for which `want` is expected
-    task: str = ""  # what the function has to do, shown until it is written
+    task: str = ""  # the function's task, shown until the function is written
     printed: Any = ""
 
     def __repr__(self) -> str:

@@ -57,7 +57,8 @@ CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """A stop on the journey: what happens there, and the notebooks, files and explorers that show it.
+    """A stop on the journey: a description, and the notebooks, files and explorers that show
+    it.
 
     stage: the stage of "One picture, line by line" that shows it.
     """

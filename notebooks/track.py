@@ -1,4 +1,5 @@
-"""Nine functions that a reader writes and with which a trained model then answers; nothing is trained again.
+"""Nine functions that a reader writes, and a trained model that answers with them; nothing is
+trained again.
 
     track.check(window_index)               correct, or the first difference, on named and 200 random cases
     track.run(window_index, predicted=...)  a scoreboard: correct answers with yours, with the library's, by chance

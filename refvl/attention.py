@@ -84,7 +84,7 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The inputs of self-attention in addition to q, k and v; the metadata classes of most towers extend this class."""
+    """The inputs of self-attention other than q, k and v; the metadata classes of most towers extend this class."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, in tokens, with a leading 0
     groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # segments of equal length; only for sdpa

@@ -195,7 +195,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 
 
 def as_sequence(values, name: str, of: str = "") -> Sequence:
-    """Return `values`, a tensor as lists, if it is a sequence but not a string.
+    """Return `values` as a sequence: a tensor becomes lists, and a string is refused.
 
     Raises TypeError naming `name`. of: the items in the message, such as " of (t, h, w)".
     """

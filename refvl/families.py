@@ -216,7 +216,7 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Any:
     """Load the processor of the checkpoint in `folder`; without a tokenizer, it can plan but not build prompts.
 
-    The class is that of the family, or the GLM class named in the files of `folder`.
+    The class is the family's, unless the files of `folder` name a different GLM class.
     """
     family = find_family(config)
     processor = family.processor

@@ -30,7 +30,9 @@ PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the tex
 
 
 class NoText:
-    """The value of `model.language_model` if there is none: it is falsy, and reading an attribute raises ValueError."""
+    """The value of `model.language_model` without a text model: it is falsy, and reading an
+    attribute raises ValueError.
+    """
 
     def __bool__(self) -> bool:
         return False

@@ -1,4 +1,5 @@
-"""The public class `VLM`: the path of `refvl.pipeline`, and everything that `refvl.load` returns with it.
+"""The public class `VLM`, which `refvl.load` returns: it adds all other methods to the path of
+`refvl.pipeline`.
 
 Each method is short and imports its folder when called, so a plain answer needs only the stages.
 

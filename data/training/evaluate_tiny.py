@@ -398,7 +398,7 @@ KINDS = {
     **{name: Kind(_times_exchanged, 0.9, of=lambda family: family.packing > 0) for name in EXCHANGES},
     "place, slices exchanged": Kind(_slices_exchanged, 0.95, of=lambda family: family.sliced),
     "other spellings": Kind(_respelled, 0.95),
-    "what is there": Kind(_summed_up, 0.80),  # answers name one or two objects, or count more
+    "what is there": Kind(_summed_up, 0.80),  # answers name one or two objects, or state a higher number
     "not there": Kind(_missing, 0.95),
     "everyday": Kind(_beside_the_point, 0.95),
     "everyday, no image": Kind(_beside_the_point, 0.95),

@@ -1,7 +1,9 @@
-"""Questions whose answers depend on the tower's coordinates and windows, and false coordinates and windows for it.
+"""Questions whose answers depend on the tower's coordinates and windows, and false coordinates
+and windows for the tower.
 
-Rotary angles encode only how far apart two patches are, and windows only which tokens are together. So
-questions about single objects need neither. Two kinds of questions need them:
+Rotary angles encode only the distance between two patches, and windows determine only which
+tokens are together. So questions about single objects need neither. Two kinds of questions need
+them:
 
 - "What is right of the red circle?" The answer is the object in the next cell, or "no object".
 - "What is with the red circle?" The answer is the only other object in its window.
@@ -20,7 +22,7 @@ from torch import Tensor
 from data.training import scenes
 
 CELLS = len(scenes.PLACES)
-EXCHANGED = 0.7  # the share of image batches whose tokens exchange coordinates, and of those with other windows
+EXCHANGED = 0.7  # the share of image batches whose tokens exchange coordinates, and of those with different windows
 WAYS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}  # (rows, columns)
 NOTHING = "no object"
 WINDOWS = ((0, 1, 3, 4), (2, 5), (6, 7), (8,))  # the tokens of the four windows of an image of 3 x 3 tokens

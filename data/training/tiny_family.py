@@ -55,7 +55,8 @@ WEIGHTS_AND_LOG = ("model.safetensors", "training_log.jsonl")
 
 
 class TinyFamily:
-    """The defaults are those of a model with M-RoPE whose media are one run of placeholders, as Qwen2.5-VL's are.
+    """The base of all families; the defaults suit a model with M-RoPE that fills one run of
+    placeholders per item.
 
     grid: (t, h, w) of a media item in patches. seconds: the timestamp of each of its t steps; () for an image.
     """
@@ -171,7 +172,7 @@ class TinyFamily:
         return grid[0], grid[1] // 2, grid[2] // 2
 
     def plan(self, tower, layouts: list, kept: dict):
-        """Plan items that look alike; `kept` caches the plan, because only sizes count."""
+        """Plan items of equal layout; `kept` caches the plan, which depends only on sizes."""
         key = (len(layouts), layouts[0])
         if key not in kept:
             kept[key] = tower.plan(layouts)

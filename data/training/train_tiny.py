@@ -102,7 +102,9 @@ PATCHES = 4  # the patches of a token
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults are those of the committed checkpoint. Counts of scenes are per step and worker."""
+    """Settings of the training, by default those of the committed checkpoint. Counts of scenes
+    are per step and worker.
+    """
 
     steps: int = 1800
     see: int = 150  # the number of steps in which only the tower learns

@@ -12,10 +12,10 @@
     2.6, 4.0   NaVitSiglip    h x w                           Resampler2_5    ordinary slices
     4.5        NaVitSiglip    h x w                           Resampler4_5    have times; groups share queries
 
-An image consists of an overview and slices, and a video of frames; the encoder treats all of them as slices of h x w
-patches. The layout of an item is a tuple of `SliceGroup`s in the order of its rows. Each group contains one slice; in
-4.5, frames that share a set of queries form one group. Each version is a class in this file, never a branch in
-`forward`.
+An image consists of an overview and slices, and a video consists of frames; the encoder treats
+all of them as slices of h x w patches. The layout of an item is a tuple of `SliceGroup`s in the
+order of its rows. Each group contains one slice; in 4.5, frames that share a set of queries
+form one group. Each version is a class in this file, never a branch in `forward`.
 
 Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
 This encoder concatenates the rows, so its only sizes are the numbers of rows, slices and sets of queries. One graph per

@@ -15,10 +15,11 @@ features of k earlier blocks to the hidden states of the same tokens; it adds th
 features of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split`
 separates them again.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `TableMetadata`.
-`forward` does not read values back and does not branch on tensors. The plan also contains the values sampled from the
-table, which depend on the grid and on the weights. The attention is that of Qwen2.5-VL's tower. The input checks,
-device, backends and weight names are defined in `GridEncoder` and `Tower`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on
+sizes into `TableMetadata`. `forward` does not read values back and does not branch on tensors.
+The plan also contains the values sampled from the table, which depend on the grid and on the
+weights. The attention module is that of Qwen2.5-VL's tower. The input checks, device, backends
+and weight names are defined in `GridEncoder` and `Tower`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).

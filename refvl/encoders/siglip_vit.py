@@ -70,7 +70,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):
                 raise ValueError(f"vision_encoder: must begin with {KNOWN_ENCODER!r}, got {whole['vision_encoder']!r}")
-            return cls()  # in a whole model's config, these names stand for different sizes
+            return cls()  # in a whole model's config, these names refer to different sizes
         values = config_values(whole, cls, activation=None, aliases=cls.aliases)
         ratio = check_positive(whole.get("vision_config", whole).get("mlp_ratio", MLP_RATIO), "mlp_ratio")
         return cls(**(values | {"intermediate_size": int(values.get("hidden_size", 1152) * ratio)}))

@@ -92,11 +92,11 @@ def infer_limits(
 ) -> Limits:
     """Infer the limits that the user does not set. min_budget, max_budget: the values that the model's sizes suggest.
 
-    Every item needs at least one token in every graph, so `max_items` must not exceed the smallest
-    budget. If only `max_items` is given, it raises the smallest budget. Repeated budgets count
-    once. By default there are as many frames as items, at least 32; large budgets allow fewer (see
-    `FRAME_TOKENS`). Raises ValueError if the invariants do not hold. Upstream: the constructor of
-    `EncoderCudaGraphManager`.
+    Every item needs at least one token in every graph, so `max_items` must not exceed the
+    smallest budget. If only `max_items` is given, it raises the smallest budget. Repeated
+    budgets count once. By default, a replay may contain as many frames as items, and at least
+    32; large budgets allow fewer frames (see `FRAME_TOKENS`). Raises ValueError if the
+    invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
     min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
     if min_budget > max_budget:

@@ -124,7 +124,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
 
 class SequentialTextModel(CausalTextModel):
-    """A text model whose positions are the token indices, also for media tokens: the three axes are equal."""
+    """A text model whose positions are the token indices, even for media tokens, so the three
+    axes are equal.
+    """
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """Return 0, 1, 2, ... on every axis, (3, L) int64."""
@@ -140,7 +142,7 @@ class TokenTimer(BaseStreamer):
     """A streamer that records token times: transformers calls `put` first with the prompt, then with each new token."""
 
     device: torch.device | None
-    listeners: Sequence[BaseStreamer | None] = ()  # streamers that receive the same calls; None counts as none
+    listeners: Sequence[BaseStreamer | None] = ()  # streamers that receive the same calls; None is ignored
     times: list[float] = field(default_factory=list)  # in seconds
 
     def put(self, value: Tensor) -> None:

@@ -36,7 +36,9 @@ def smart_resize(
 
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
-    """Return how many language-model tokens an image or a video of this size takes, without special tokens."""
+    """Return the number of language-model tokens of an image or a video of this size, without
+    special tokens.
+    """
     return math.prod(plan_grid(height, width, config, num_frames)) // config.merge_size**2
 
 

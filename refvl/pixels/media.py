@@ -319,7 +319,9 @@ def upright(image: np.ndarray, matrix) -> np.ndarray:
 
 
 def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: str, limits: MediaLimits) -> np.ndarray:
-    """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first call allocates it."""
+    """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first
+    call allocates the array.
+    """
     if place == 0:
         if (size := count * image.size) > limits.max_video_bytes:
             most = f"max_video_bytes is {limits.max_video_bytes:,}; take fewer, or raise it in limits=MediaLimits(...)"

@@ -79,7 +79,9 @@ def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
 
 
 def media_extents(trace: Any) -> list[tuple[int, int]]:
-    """Return the (first, last) kept token of each item in a prompt; text may lie between the tokens of one item."""
+    """Return the (first, last) kept token of each item in a prompt; there may be text between
+    the tokens of one item.
+    """
     spans, kept, extents = iter(trace.spans), trace.keep.long().cumsum(0), []
     for embeds_MW in trace.embeds:
         runs, tokens = [], 0
@@ -97,13 +99,13 @@ class PackingCollator:
     """A `data_collator` for transformers' Trainer and for TRL, which packs the features of a step into one sequence.
 
     A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` and
-    `mm_token_type_ids` (L,), `inputs_embeds` (L, D) and `deepstack_embeds` are packed as well. All
-    other tensors, such as `pixel_values` and `image_grid_thw`, are concatenated. A value of None
-    counts as absent. Prompts without labels have no loss, and prompts without DeepStack features
-    get zeros. The first label of each prompt is ignored, because the token before it belongs to
-    another prompt. The batch sets `use_cache=False`, because with a cache transformers treats all
-    prompts as one. transformers does the same with an `attention_mask`, so a mask of ones is
-    dropped.
+    `mm_token_type_ids` (L,), `inputs_embeds` (L, D) and `deepstack_embeds` are packed as well.
+    All other tensors, such as `pixel_values` and `image_grid_thw`, are concatenated. A value of
+    None counts as absent. Prompts without labels have no loss, and prompts without DeepStack
+    features get zeros. The first label of each prompt is ignored, because the token before it
+    belongs to a different prompt. The batch sets `use_cache=False`, because with a cache
+    transformers treats all prompts as one. transformers does the same with an `attention_mask`,
+    so a mask of ones is dropped.
 
     Raises ValueError if the length of a feature is not the prompt's, for other features that only some prompts have,
     and for a mask with zeros.

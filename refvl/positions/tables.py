@@ -24,13 +24,14 @@ def interpolate_position_table(
 ) -> Tensor:
     """Return the position vector of every patch, (N, D) in merge-block order, for grids of any size and aspect ratio.
 
-    table: (S * S, D), in row-major order. grid_thw: (t, h, w) per item, in patches; all frames of an item use the same
-    points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: True puts the first and last patch of a side
-    on the first and last cell of the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Values
-    are sampled in float32 on the table's device and returned in its dtype. A grid of the table's own size gets the
-    unchanged table, in merge-block order. Raises ValueError if the table is not square, and TypeError if it does not
-    contain floating-point numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate`
-    (Qwen3-VL).
+    table: (S * S, D), in row-major order. grid_thw: (t, h, w) per item, in patches; all frames
+    of an item use the same points. mode: GLM uses "bicubic"; Qwen3-VL uses "bilinear".
+    align_corners: True puts the first and last patch of a side on the first and last cell of
+    the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Values are
+    sampled in float32 on the table's device and returned in its dtype. A grid of the table's
+    own size gets the unchanged table, in merge-block order. Raises ValueError if the table is
+    not square, and TypeError if it does not contain floating-point numbers. Upstream:
+    `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,5 @@
-"""VidCom2: keep the video tokens that differ most from the rest, and more of them in distinctive frames.
+"""VidCom2: keep the video tokens that differ most from the rest, and keep more tokens in
+distinctive frames.
 
 Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares each token with the
 whole video; EVS compares each token with the previous frame. The first frame gets no special
@@ -110,7 +111,9 @@ def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pruner:
-    """A method: `count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, thw, merge_size, q)`."""
+    """A pruning method: `mask(video_embeds, thw, merge_size, q)` keeps `count(tokens_per_frame,
+    num_frames, q)` tokens.
+    """
 
     title: str
     count: Callable[[int, int, float], int] = field(repr=False)

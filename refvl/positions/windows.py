@@ -20,10 +20,10 @@ def get_window_index(
 ) -> tuple[Tensor, Tensor]:
     """Order merged tokens by window, over all items.
 
-    grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches makes no token
-    (floor division). window_size, patch_size: pixels. Returns `window_index` (M,) int64, such that
-    `x[window_index]` is in window order, and `cu_window_seqlens` (W + 1,) int32: cumulative window
-    lengths **in patches**, with a leading 0 and no empty windows. Upstream:
+    grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches produces no
+    token (floor division). window_size, patch_size: pixels. Returns `window_index` (M,) int64,
+    such that `x[window_index]` is in window order, and `cu_window_seqlens` (W + 1,) int32:
+    cumulative window lengths **in patches**, with a leading 0 and no empty windows. Upstream:
     `Qwen2_5_VisionTransformer.get_window_index_thw` pads each frame to whole windows (an exact
     multiple gains an empty window), then drops the padding. Sorting, as here, needs no padding.
 

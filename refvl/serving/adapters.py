@@ -122,8 +122,8 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     this adapter, if there are several. hub: `revision` and similar arguments (see
     `refvl.checkpoints.download`). Use the methods of PEFT's model for everything else:
 
-        adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
-        with adapters.disable_adapter(): ...       none
+        adapters.set_adapter("name")               activate one, or several with adapters.base_model.set_adapter([...])
+        with adapters.disable_adapter(): ...       deactivate all
         adapters.merge_adapter(), .unmerge_adapter()   not with quantised weights
         adapters.save_pretrained(folder)
 

@@ -29,13 +29,14 @@ def chat_batch(
 ) -> list:
     """Answer independent requests, in order, decoding them together with left padding.
 
-    requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`. A
-    request may also set `max_new_tokens` and `pruning_rate` if they differ from the arguments
-    below. batch_tokens: a limit on the number of requests in a batch times the length of the
-    longest one, including its answer. Consecutive requests are decoded together within this limit;
-    a longer request runs alone. return_exceptions: if a request fails, its error takes the place of
-    its answer, and the other requests continue; otherwise the first error is raised. progress:
-    whether to show a progress bar, after two seconds. A note on a raised error names `requests[i]`.
+    requests: one dict per request, with the arguments `prompt`, `images` and `videos` of
+    `chat`. A request may also set `max_new_tokens` and `pruning_rate` if they differ from the
+    arguments below. batch_tokens: a limit on the number of requests in a batch times the length
+    of the longest one, including its answer. Consecutive requests are decoded together within
+    this limit; a longer request runs alone. return_exceptions: whether the error of a failed
+    request takes the place of its answer, and the other requests continue; otherwise the first
+    error is raised. progress: whether to show a progress bar, after two seconds. A note on a
+    raised error names `requests[i]`.
 
     Padding and batching change an answer only if the logits of the best two tokens differ by less
     than the rounding error. A batch takes as long as its longest answer, and the next batch begins

@@ -111,8 +111,8 @@ def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count frames. The area of a frame in a
-    video of sixteen frames would be eight times smaller. Upstream:
+    The item is an image, not a video, because GLM's budgets count the pixels of all frames. The
+    area of a frame in a video of sixteen frames would be eight times smaller. Upstream:
     `get_image_size_with_most_features` (vLLM).
     """
     return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
@@ -145,8 +145,8 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype, kind: str = "full_
 def kv_cache_bytes_per_prompt(text_config, dtype: torch.dtype) -> int:
     """Return the bytes that layers without a full cache keep for one prompt, regardless of its length.
 
-    Layers with a sliding window keep its last window - 1 tokens. A layer with linear attention
-    keeps the last inputs of its convolution, and one float32 matrix per head.
+    Layers with a sliding window keep the prompt's last window - 1 tokens. A layer with linear
+    attention keeps the last inputs of its convolution, and one float32 matrix per head.
     """
     window = (getattr(text_config, "sliding_window", None) or 1) - 1
     size = window * kv_cache_bytes_per_token(text_config, dtype, "sliding_attention")

@@ -86,7 +86,9 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
 
 
 def each(names: Iterable[str], check: Callable[[str], Iterator[dict]]) -> Iterator[dict]:
-    """Yield the rows of `check(name)` for each name; an error ends the rows of its own name, as a row that fails."""
+    """Yield the rows of `check(name)` for each name; an error ends the rows of that name and
+    adds a row that fails.
+    """
     for name in names:
         try:
             yield from check(name)

@@ -15,7 +15,8 @@ explore_assignment  the assignment for every number of items and ranks, by both 
 explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
-explore_slices      slices and crops of one photo at any size, and what the queries read from them
+explore_slices      slices and crops of one photo at any size, and the queries' attention to
+them
 explore_crops       slices and crops without a model
 
 Explorers draw with the `plot_*` functions of `refvl.viz`, so no module for figures imports an

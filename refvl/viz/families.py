@@ -5,7 +5,8 @@ plot_family_costs    patches through the tower and tokens of the prompt, per fam
 plot_family_curves   tokens against the side of a square image
 plot_family_stages   the time of each stage of a run, per family
 plot_family_race     tokens, positions, memory and time as an image or a video grows
-plot_ablations       what a model answers without each of its mechanisms, per kind of question
+plot_ablations       a model's correct answers without each of its mechanisms, per kind of
+question
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,8 +36,9 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], tower: Modu
     """Draw recorded operations from left to right, one row per part of the tower, and below them one
     row per static buffer, with a mark at its readers.
 
-    A box stands for consecutive operations of a part; the number in it counts them. buffers: {name:
-    tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as the buffer.
+    A box represents consecutive operations of a part, and contains their number. buffers:
+    {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as
+    the buffer.
     """
     parts = list(_parts(graph.operations, buffers, tower))
     kinds = {part: dict[str, None]() for part in parts}

@@ -15,7 +15,7 @@ from refvl.pixels.patches import PatchConfig
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_packing
 
-EITHER = "either"  # the name shown if both policies pack alike
+EITHER = "either"  # the name shown if both policies give the same packing
 ARRIVALS = {  # (width, height) in px, in order of arrival
     "photos of all sizes": (
         (280, 196), (448, 308), (140, 140), (532, 392), (308, 168), (140, 420), (364, 224), (140, 168), (336, 336),

@@ -1,5 +1,5 @@
-"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size,
-and what the queries read from it.
+"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size, and the queries'
+attention to it.
 """
 
 from collections.abc import Sequence

@@ -8,15 +8,16 @@ writes it to `site/live.html`. The modules next to this file are plain JavaScrip
     pixels.js, tokenizer.js scenes, videos and Pillow's resize; text to ids and back
     breaks.js               what can be exchanged, and the boxes of the map
     change.js               how much every stage differs between the two records
-    state.js, words.js      the reader's choices and the address; questions, and what is said of a result
+    state.js, words.js      the reader's choices and the address; questions, and the text about
+    a result
     panel.js, minis.js      a side, and a stage as a picture; card.js: the picture to share; numbers.js: formulas
     app.js                  the controls around them
 
-Scripts can use `window.refvl`. `scene([{shape, color, place}, ...])` shows a scene, with places 0
-to 8 in row-major order. Then `await ask(text)` resolves to `{text, margin, ms}`, and
-`await broken(name, text)` resolves to `{text, p, reason}`; `reason` is null if the answer changed.
-`breaks` contains the names; `clip(things, direction)`, `photo(name)`, `go(stage)` and `share()` do
-what the controls do.
+Scripts can use `window.refvl`. `scene([{shape, color, place}, ...])` shows a scene, with places
+0 to 8 in row-major order. Then `await ask(text)` resolves to `{text, margin, ms}`, and `await
+broken(name, text)` resolves to `{text, p, reason}`; `reason` is null if the answer changed.
+`breaks` contains the names; `clip(things, direction)`, `photo(name)`, `go(stage)` and `share()`
+have the same effects as the controls.
 """
 
 
