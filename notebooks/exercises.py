@@ -1,7 +1,8 @@
 """The exercises of the elective notebooks, and the progress in all notebooks.
 
-An exercise is a function that the reader writes. Its check compares it with the library, or with a slow form, on the
-cases that a generator here yields: named ones and random ones, the same every time (see checking.py).
+An exercise is a function that the reader writes. A check compares the function with the
+library, or with a slow form, on the cases of a generator in this file. The cases are named or
+random, and the same every time (see checking.py).
 """
 
 import functools

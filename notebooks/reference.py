@@ -74,7 +74,7 @@ class Entry:
     line: int  # the line of its definition; 0 for values
     test: str  # file in the repository
     notebook: str  # without its suffix
-    is_shown: bool  # whether the notebook uses the name; otherwise it explains the file of the name
+    is_shown: bool  # whether the notebook uses the name; otherwise it explains the name's file
 
     @property
     def anchor(self) -> str:

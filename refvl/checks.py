@@ -15,7 +15,7 @@ from torch import Tensor
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 Grid = tuple[int, int, int]
-# the limit per media item and per prompt; it is above what any model accepts, and keeps plans below 2 GB
+# the limit per media item and per prompt; every model accepts fewer patches, and plans stay below 2 GB
 MAX_PATCHES = 2**22
 WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale

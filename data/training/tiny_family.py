@@ -347,8 +347,9 @@ class TinyQwen3VL(SampledTable):
 class TinyGlm4v(SampledTable):
     """Each step of a video is followed by its timestamp, and the model learns to answer when an event happened.
 
-    Budgets count all frames, and an image counts as two frames: 9 to 18 merged tokens per image, and 9 to 16
-    per frame of a video of ten frames. A scene of up to 17 frames keeps its size.
+    Budgets count the pixels of all frames, and an image counts as two frames: 9 to 18 merged
+    tokens per image, and 9 to 16 per frame of a video of ten frames. A scene of up to 17 frames
+    keeps its size.
     """
 
     name = "glm4v"

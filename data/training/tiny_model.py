@@ -77,8 +77,9 @@ class TinyModel(nn.Module):
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
     def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the logits (labelled positions, V) in the order of `batch.targets`, the media (B, M, D), None for a
-        batch of text alone, and all tokens (B, L, D) before the last layer.
+        """Return the logits (labelled positions, V) in the order of `batch.targets`, the media
+        (B, M, D; None for a batch of text alone), and all tokens (B, L, D) before the last
+        layer.
 
         prune: (B,) pruning rate of each video.
         """
@@ -122,7 +123,7 @@ class TinyModel(nn.Module):
 def are_right(batch: "Batch", logits_AV: Tensor) -> list[bool]:
     """Return whether each question is answered correctly, teacher-forced.
 
-    Every token is the most likely one exactly if greedy decoding gives the answer.
+    Greedy decoding gives the answer if and only if each of its tokens is the most likely one.
     """
     right = logits_AV.argmax(-1) == batch.targets
     return [bool(right[batch.question_of_target == i].all()) for i in range(int(batch.question_of_target.max()) + 1)]
@@ -169,8 +170,8 @@ class PromptBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, question: str, answer: str | None, media: str | None) -> tuple[list[int], list[int]]:
-        """Return the ids up to and including the end of the item (one placeholder), and those after it, to the answer's
-        end.
+        """Return the ids up to and including the end of the item (one placeholder), and the ids
+        after it, up to the answer's end.
 
         media: None for text alone, which belongs entirely to the second part.
         """
@@ -191,7 +192,9 @@ class PromptBuilder:
         return self._tails[key]
 
     def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
-        """Return the ids to the end of the item, with all of its tokens, and the spans that these fill."""
+        """Return the ids up to the end of the item, with all of its tokens, and the spans that
+        these tokens fill.
+        """
         key = (media, grid, seconds)
         if key not in self._prefixes:
             ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)

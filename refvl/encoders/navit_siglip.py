@@ -199,8 +199,9 @@ class MLP(nn.Module):
 def place_in_table(h: int, w: int, side: int) -> Tensor:
     """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its entry in a side x side table.
 
-    Row r of the slice uses the row of the table in which the fraction r / h lies. As in the released code, 1 / h is
-    rounded to float32, so a fraction on a bound may fall below it: patch row 5 of 25 uses row 13 of 70, not 14.
+    Row r of the slice uses the row of the table in which the fraction r / h lies. As in the
+    released code, 1 / h is rounded to float32, so a fraction on a bound may fall below it. For
+    example, patch row 5 of 25 uses row 13 of 70, not 14.
     """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     fractions = (torch.arange(0, 1 - 1e-6, float(1 / torch.tensor(n))) for n in (h, w))

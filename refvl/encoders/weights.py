@@ -26,11 +26,12 @@ def load_strict(
 
     rename: checkpoint name -> module name; `attn.q.weight`, `attn.k.weight` and `attn.v.weight`
     fill the rows of `attn.qkv.weight`. kernels: module name -> the checkpoint shape of a
-    convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint
-    names that match it at the start are skipped. Raises one ValueError that lists missing,
-    unexpected and repeated names, and tensors that do not fit: those of a different shape, with nan
-    or inf, or of a dtype that has no meaning without a scale. After an error, the module is
-    unchanged, because nothing is copied until everything fits.
+    convolution kernel that the module stores as a matrix. skip: a regular expression;
+    checkpoint names that match it at the start are skipped. Raises one ValueError that lists
+    missing, unexpected and repeated names, and tensors that do not fit. A tensor does not fit
+    if its shape is different, if it contains nan or inf, or if its dtype has no meaning without
+    a scale. After an error, the module is unchanged, because nothing is copied until everything
+    fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):

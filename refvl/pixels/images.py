@@ -57,8 +57,8 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
     Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
     source. Raises ValueError, with the name of the file and the reason, for a file that Pillow
-    cannot decode, for an image that is empty or larger than `limits`, and for an array of a
-    different shape, dtype or range.
+    cannot decode. Also raises ValueError for an image that is empty or larger than `limits`,
+    and for an array of a different shape, dtype or range.
     """
     origin = ""
     if is_path := isinstance(source, (str, os.PathLike)):

@@ -111,8 +111,8 @@ def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pruner:
-    """A pruning method: `mask(video_embeds, thw, merge_size, q)` keeps `count(tokens_per_frame,
-    num_frames, q)` tokens.
+    """A pruning method: `mask(video_embeds, thw, merge_size, q)` keeps as many tokens as
+    `count(tokens_per_frame, num_frames, q)` returns.
     """
 
     title: str

@@ -19,11 +19,11 @@ _NO_CODE = {  # kinds of tokens that are not code
 class Source:
     """A parsed file of the library. All line numbers start at 1.
 
-    lines: the text of each line. code: the line numbers of all code, without blank lines, comments
-    and docstrings. checks: the code lines that only check arguments: a `raise`, a condition that
-    ends in one, an `except`, a call or a definition of a check function, and everything in
-    checks.py. docstrings: the line numbers of all docstrings. functions: by their first line,
-    including decorators.
+    lines: the text of each line. code: the line numbers of all code, without blank lines,
+    comments and docstrings. checks: the code lines that only check arguments: a `raise`, a
+    condition that ends in one, an `except`, a call or a definition of a check function, and
+    everything in checks.py. docstrings: the line numbers of all docstrings. functions: all
+    functions, keyed by their first line, including decorators.
     """
 
     def __init__(self, path: Path):

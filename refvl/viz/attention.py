@@ -3,7 +3,7 @@ over its patches.
 
 plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of patch states, in the colours of a projection
-project_colors   these colours
+project_colors   the colours of that projection
 """
 
 import numpy as np

@@ -130,8 +130,8 @@ def plot_pruned_positions(
     """Draw the full position layout of a prompt and, below it, that of the kept tokens,
     which keep their positions.
 
-    positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None.
-    Returns those 2.
+    positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or
+    None. Returns both Axes.
     """
     axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
     pruned_3K, delta = restrict_positions(positions_3L, keep_L)

@@ -137,9 +137,9 @@ def explore_graph(model: VLM, before, image, question: str) -> Explorer:
     """Explore the recording of a Qwen2.5-VL tower, operation by operation,
     with a buffer that is not refilled.
 
-    before, image: anything `load_image` accepts, replayed one after the other; if their shapes are
-    equal, only pixels can be stale. question: about `image`; the model answers it with the
-    embeddings of every stale replay. Needs anywidget.
+    before, image: anything `load_image` accepts, replayed one after the other; if their shapes
+    are equal, only pixels can be stale. question: a question about `image`; the model answers
+    it with the embeddings of every stale replay. Needs anywidget.
     """
     return GraphExplorer(model, before, image, question)
 
@@ -185,8 +185,8 @@ def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int =
 def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
 
-    model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown
-    first. Raises ValueError for a model without such features.
+    model: a model of Qwen3-VL's family. questions: name -> (prompt, image or video); the first
+    question is shown first. Raises ValueError for a model without such features.
     """
     if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
         got = f"{model.family.name}; load a Qwen3-VL, for example tiny-qwen3_vl"

@@ -85,7 +85,7 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
     against an image's side or a video's length.
 
     rows: the rows of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as
-    measures, or None. Returns them.
+    measures, or None. Returns the Axes.
     """
     axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
     names = list(dict.fromkeys(name for row in rows for name in row["families"]))

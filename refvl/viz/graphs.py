@@ -178,9 +178,9 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
     """Draw the error of each recorded operation's result (left) and of each token's embedding
     (right).
 
-    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of operations,
-    relative errors of tokens. groups: names and numbers of consecutive operations. ax: two Axes, or
-    None. Returns both.
+    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of
+    operations, relative errors of tokens. groups: names and numbers of consecutive operations.
+    ax: two Axes, or None. Returns both Axes.
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
     levels, start = np.asarray(row["operations"]), 0

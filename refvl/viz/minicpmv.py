@@ -31,8 +31,8 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
     """Draw the image with its slices (left), numbered in prompt order, and the overview,
     number 0 (right).
 
-    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax:
-    two Axes, or None. Returns both.
+    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice.
+    ax: two Axes, or None. Returns both Axes.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
@@ -138,7 +138,8 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
 
     image: anything `load_image` accepts, cut by `config`. positions_3L: (3, L), for its prompt;
     spans: its overview and slices. Separators are at their positions, and circles mark the
-    overview. ax: three Axes, or None. Returns them. Raises ValueError if the image has no slices.
+    overview. ax: three Axes, or None. Returns the three Axes. Raises ValueError if the image
+    has no slices.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)

@@ -31,8 +31,8 @@ def plot_crops(
     """Draw the canvas with its numbered windows (left),
     and the overview as the encoder sees it (right).
 
-    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop and
-    of an overview. ax: two Axes, or None. Returns both.
+    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop
+    and of an overview. ax: two Axes, or None. Returns both Axes.
     """
     picture = load_image(image)
     overview, _, plan = cut_crops(picture, config)

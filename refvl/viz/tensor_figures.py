@@ -26,7 +26,7 @@ from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
 from refvl.viz.windows import sequence_colors
 
 WIDE, NARROW = 360, 170  # the largest width of a drawing in page pixels, alone and next to another one
-NUMBERED = 64  # a drawing with more cells has no numbers in them
+NUMBERED = 64  # a drawing with more cells has no numbers in its cells
 SHOWN_FRAMES = 6
 HEAT_ROWS, HEAT_COLUMNS = 48, 120
 

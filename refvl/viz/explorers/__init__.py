@@ -37,10 +37,10 @@ and for the tests.
 
 5. An oracle in `tests/explorer_oracles.py`, unless each entry of a row is one call of refvl.
 
-After an explorer was used, `explorer.index` (the state), `explorer.options` (its options by name)
-and `explorer.selected` (the item chosen by a click or the arrow keys, -1 for none) contain the
-reader's choices. Setting `index` or `selected` changes the view. `page(explorer)` returns the
-explorer as a single HTML file that needs neither kernel nor network.
+`explorer.index` (the state), `explorer.options` (its options by name) and `explorer.selected`
+(the item chosen by a click or the arrow keys, -1 for none) contain the reader's latest choices.
+Setting `index` or `selected` changes the view. `page(explorer)` returns the explorer as a
+single HTML file that needs neither kernel nor network.
 """
 
 try:

@@ -18,7 +18,7 @@ _IDS = count()
 def page(*explorers: Explorer, foot: str = "") -> str:
     """Return the explorers as one HTML file, with a policy against loading anything else.
 
-    Several explorers have a tab each. foot: HTML for the end of each.
+    Each of several explorers has a tab. foot: HTML for the end of each explorer.
     """
     first, tabs = explorers[0], len(explorers) > 1
     views = "".join(_view(explorer, number, foot, tabs) for number, explorer in enumerate(explorers))

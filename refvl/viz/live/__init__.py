@@ -14,8 +14,8 @@ writes it to `site/live.html`. The modules next to this file are plain JavaScrip
     app.js                  the controls around them
 
 Scripts can use `window.refvl`. `scene([{shape, color, place}, ...])` shows a scene, with places
-0 to 8 in row-major order. Then `await ask(text)` resolves to `{text, margin, ms}`, and `await
-broken(name, text)` resolves to `{text, p, reason}`; `reason` is null if the answer changed.
+0 to 8 in row-major order. Then `await ask(text)` resolves to `{text, margin, ms}`, and
+`await broken(name, text)` resolves to `{text, p, reason}`; `reason` is null if the answer changed.
 `breaks` contains the names; `clip(things, direction)`, `photo(name)`, `go(stage)` and `share()`
 have the same effects as the controls.
 """
