@@ -259,8 +259,7 @@ class CrossAttention(nn.Module):
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
     """Return the queries' attention weights: (H, Q, L) per set of L patches; rows sum to 1.
 
-    This function is for inspection: `resample` accepts the same arguments, but never stores the
-    weights.
+    Use this for inspection; `resample` never stores the weights and has the same arguments.
     """
     q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
     scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5
