@@ -71,9 +71,9 @@ SINGLE = {  # how it is drawn, and what is shown
         "title": "752 ms in all, 502 ms to the first token",
     }),
     "recording": (recording, {
-        bars: [(x - 0.45, 0.9, row) for x, row in enumerate([0, 1, 2, 3, 4, 3, 5, 6, 7, 5, 8, 1])],
+        bars: [(x - 0.45, 0.9, row) for x, row in enumerate([0, 1, 2, 3, 4, 3, 5, 6, 7, 8, 1])],
         lines: [[[0, 9]], [[4, 10]]],  # the first box reads the pixels, attention reads the lengths
-        texts: ["1", "7", "6", "4", "41", "1", "1", "6", "5", "1", "9", "1"],
+        texts: ["1", "7", "6", "4", "41", "1", "1", "6", "6", "9", "1"],
         "title": "83 recorded operations",
     }),
     "packing": (lambda ax: viz.plot_packing(TOKENS, BATCHES, ax=ax), {
