@@ -1,8 +1,8 @@
 """A vLLM engine in this process, whose inputs and outputs can be observed.
 
 Qwen's and GLM's folders load unchanged. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` creates an environment
-with its build for CPUs. Import this module before vLLM, which reads the environment variables set here during its
-import.
+with its build for CPUs. Import this module before vLLM, because vLLM reads the environment variables set here
+when it is imported.
 """
 
 import os

@@ -23,7 +23,7 @@ def target_size(height, width, factor, min_pixels, max_pixels):
     """Compute the size to which an image is resized. -> (height, width), two ints.
 
     Both are multiples of `factor`, the side of a token in pixels: each side is rounded to the nearest multiple, as
-    Python's `round` does it. If the area is then above max_pixels, both *original* sides are divided by the same number
+    Python's `round` does. If the area is then above max_pixels, both *original* sides are divided by the same number
     so that the area would be exactly max_pixels, and rounded down (but never below one factor). If the area is below
     min_pixels, both original sides are enlarged to min_pixels in the same way, and rounded up.
 

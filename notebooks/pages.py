@@ -269,7 +269,7 @@ def file_page(name: str) -> str:
 
 
 def title_of(notebook: Any) -> str:
-    """Return the title of a notebook: the first line of its first cell, without the mark of a heading."""
+    """Return the title of a notebook: the first line of its first cell, without the heading marker."""
     return notebook.cells[0].source.splitlines()[0].lstrip("# ")
 
 

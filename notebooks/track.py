@@ -140,7 +140,7 @@ def _outcome(function: Callable) -> Callable:
 
 
 def _keep(name: str, function: Callable) -> str:
-    """Write a correct function into mine.py if it works with the names of that file; return a line about the result."""
+    """Write a correct function into mine.py if it works with the names defined there; return a line on the result."""
     path = Path(mine.__file__)
     try:
         stub, source = inspect.getsource(getattr(mine, name)), textwrap.dedent(inspect.getsource(function))

@@ -102,8 +102,8 @@ class VLM(Pipeline):
     ) -> "Trace":
         """Run like `chat`, but keep the result of every stage and the time it took; `request`: arguments of `chat`.
 
-        attentions, hidden_states: keep the weights of all heads, and the values between blocks, of
-        the tower and the language model (see `Trace`). Both models then run eagerly with the same
+        attentions, hidden_states: keep the attention weights of all heads, and the values between
+        blocks, for both the tower and the language model (see `Trace`). Both models then run eagerly with the same
         weights, even if graphs are captured. For long prompts, the attention weights need much
         memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
         f receives the result of the stage, and the run continues with its return value

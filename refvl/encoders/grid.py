@@ -128,7 +128,7 @@ class GridEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shapes, by module name, of the convolution kernels that the
-        module stores as matrices.
+        """Return a dict that maps the name of each convolution kernel that the module stores as
+        a matrix to the kernel's shape in the checkpoint.
         """
         return {"patch_embed.proj.weight": self.config.patch_kernel}

@@ -131,7 +131,7 @@ def refuse_read_back():
 
 
 def _uncompiled() -> AbstractContextManager:
-    """Run compiled code uncompiled, because a dispatch mode would make torch discard the compiled version."""
+    """Run compiled code eagerly, because a dispatch mode would make torch discard the compiled version."""
     has_compiler = "torch._dynamo" in sys.modules  # the import takes seconds; before it, nothing is compiled
     return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 

@@ -255,7 +255,7 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
 
 def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """Resize (T, H, W, 3) uint8 to (T, 3, *size) uint8 in torch, bicubic with antialiasing, exact on 8-bit values."""
+    """Resize (T, H, W, 3) uint8 to (T, 3, *size) uint8 in torch: bicubic, antialiased, and exact for 8-bit values."""
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 

@@ -116,7 +116,10 @@ class PacksFrames(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take `fps` frames per second from the middle of equal parts, but at most max_frames full packs."""
+        """Split the video into equal parts, `fps` per second, and take the middle frame of each.
+
+        At most max_frames full packs are taken.
+        """
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 

@@ -106,7 +106,7 @@ def _run(check: Callable, device: torch.device, entry: dict, save: Callable, lim
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return versions and GPUs, as torch asks for them in its own issues."""
+    """Return the versions and GPUs, in the form that torch requests in its own issue reports."""
     commit = f'git -C "{CLONE}" describe --always --dirty --abbrev=12 --exclude="*"'
     return collect_env.get_env_info()._asdict() | {
         "refvl": refvl.__version__,

@@ -199,7 +199,7 @@ def plot_place_answers(
     """Draw how often each true location (row) gets each answer (column);
     the last column counts all other answers.
 
-    The diagonal is correct. places: the names in order.
+    Correct answers are on the diagonal. places: the names in order.
     """
     ax = axes_or_new(ax, figsize=(4.6, 4.2))
     names = [*places, "other"]

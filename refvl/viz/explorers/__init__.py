@@ -22,8 +22,8 @@ functions compute:
 
    Values are nested lists and dicts, numbers, strings, arrays and tensors; equal arrays are stored once. The states are
    all combinations of options; the last control changes fastest. If some combinations repeat others or do not exist,
-   list the valid ones: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers only the options that exist
-   for the current options of the controls before it. An explorer that is too large for one dict per state overrides
+   list the valid ones: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers only the options that are
+   valid for the current settings of earlier controls. An explorer that is too large for one dict per state overrides
    `row(index)` and draws from `shared`. `fill` replaces the table later. The public function is `explore_NAME(...)` in
    `refvl/viz/explore.py`, which `refvl.viz` imports on first use, so figures do not need anywidget.
 

@@ -104,7 +104,7 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
 
 
 def _inside(row: dict, share: float) -> int:
-    """Return the patch at `share` of the width and height."""
+    """Return the patch at the fraction `share` of both the width and the height."""
     rows, columns = row["grid"]
     distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
     return int(distances.argmin())
