@@ -161,7 +161,7 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
 
 @torch.inference_mode()
 def measure_peaks(repeats: int) -> dict[str, float]:
-    """Measure this machine's peak: operations per second of matmuls by dtype, with any kernel, and bytes of a copy."""
+    """Measure peak rates: matmul operations/s per dtype with the fastest kernel, and the bytes/s of a copy."""
     source, target = torch.ones(2**26), torch.empty(2**26)
     peaks = {"bytes_per_s": 2 * source.nbytes / min(processor_seconds(lambda: target.copy_(source)) for _ in range(5))}
     for dtype in (torch.float32, torch.bfloat16):
@@ -247,7 +247,7 @@ def prefill(language_model, embeds: Tensor) -> None:
 
 
 def operations_of_prefill(language_model, tokens: int) -> int:
-    """Return the operations of the layers on all tokens and of the head on the last one."""
+    """Return the number of operations: the layers on all tokens, and the head on the last one."""
     return prefill_operations(language_model, tokens) + 2 * language_model.lm_head.weight.numel()
 
 

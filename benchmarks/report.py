@@ -156,7 +156,7 @@ def environment(device: str) -> dict:
 
 
 def write_measurement(name: str, result: dict) -> Path:
-    """Write data/measurements/NAME.json in one step, and print its path; a timing's name contains the device."""
+    """Write data/measurements/NAME.json atomically, and print its path; the name of a timing contains the device."""
     path = DATA / "measurements" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

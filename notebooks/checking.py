@@ -331,7 +331,8 @@ def _corners(want: Any, got: Any) -> tuple[list[np.ndarray], list[np.ndarray], l
     """Return both values as grids from just before the first difference, masks of the differing
     cells, and the start.
 
-    Numbers, and tensors or lists of numbers, are shown; in more than two dimensions, the last one runs to the right.
+    Only numbers, and tensors or lists of numbers, have grids; others return None. If there are more than two
+    dimensions, the last one becomes the columns, and the others are flattened into rows.
     """
     grids = []
     for value in (want, got):

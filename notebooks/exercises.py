@@ -152,7 +152,7 @@ def plant_fault(vlm: refvl.VLM, number: int) -> None:
 
 
 def rotate_by(axes: Tensor) -> Callable:
-    """Return a forward hook of a rotary module, which rotates pair i by the positions of axis `axes[i]`."""
+    """Return a forward hook for a rotary module that rotates pair i by the positions of axis `axes[i]`."""
 
     def hook(module: torch.nn.Module, arguments: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         angles = arguments[1][axes].float() * module.inv_freq[:, None, None]  # (pairs, B, L)

@@ -87,7 +87,7 @@ style-src 'unsafe-inline'; img-src data: blob:"><link rel="icon" href="data:,">
 
 
 def build(out: Path, base: str = "") -> dict[str, int]:
-    """Write the site into `out`; return the bytes of every page by its path. Raise ValueError if it is broken.
+    """Write the site into `out`; return the size of each page by path. Raise ValueError if the site is broken.
 
     base: the address of the published site, which link previews need. Notebooks are not run: if they changed, run `make
     notebooks` first.

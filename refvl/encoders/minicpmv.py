@@ -182,7 +182,7 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def graph_attention(self) -> str:
-        """A backend for graph capture: its shapes do not depend on the lengths of slices and sets."""
+        """The attention backend for graph capture; its tensor shapes do not depend on slice and set lengths."""
         return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if either part needs it
 
     @property

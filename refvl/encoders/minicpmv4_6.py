@@ -177,7 +177,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
 
     @property
     def unused(self) -> str:
-        """Skip the weights of vit_merger if the mode is "4x"."""
+        """A pattern for the weights to skip: those of vit_merger if the mode is "4x", otherwise none."""
         return r"(?!)" if self.config.folds else r"(model\.)?(vision_tower\.)?vit_merger\."
 
 

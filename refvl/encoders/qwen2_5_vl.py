@@ -97,7 +97,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         self.merger = PatchMerger(config)
 
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
+        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
         grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
         the grids.

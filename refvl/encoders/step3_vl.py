@@ -103,7 +103,7 @@ class Step3VisionConfig(TowerConfig):
         return size // self.patch_size
 
     def tokens_of(self, size: int) -> int:
-        """Return the output tokens of a square of `size` pixels per side."""
+        """Return the number of output tokens of a square of `size` pixels per side."""
         return count_square_tokens(size, self.patch_size, self.understand_projector_stride)
 
     @property

@@ -84,7 +84,7 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def pool_bytes(pool: Pool) -> int:
-    """Return the bytes of device memory that the allocator holds for the graphs of `pool`."""
+    """Return the size in bytes of device memory that the allocator holds for the graphs of `pool`."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 

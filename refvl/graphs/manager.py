@@ -322,7 +322,7 @@ class EncoderGraphManager:
         return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the graphs: the static buffers, plus the CUDA pool or the recorded outputs."""
+        """Return the size in bytes of the graphs: the static buffers, plus the CUDA pool or the recorded outputs."""
         with self._lock:
             buffers = sum(t.nbytes for captured in self.captured.values() for t in captured.buffers.values())
             graphs = [captured.graph for captured in self.captured.values()]

@@ -113,7 +113,7 @@ class TraceGraph:
         return self.output
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the recorded outputs; views are counted once."""
+        """Return the size in bytes of the recorded outputs; views are counted once."""
         fresh = [out for operation in self.operations if not operation.is_in_place for out in operation.outputs]
         storages = [out.untyped_storage() for out in fresh]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

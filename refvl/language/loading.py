@@ -93,7 +93,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Return whether the smallest and largest values are finite, from one pass without a copy; nan makes both nan."""
+    """Return whether the minimum and maximum are finite, in one pass without a copy; if any value is nan, both are."""
     packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's weights have parts
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # the weight is on disk, or quantised

@@ -105,7 +105,7 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
         return math.ceil(self.min_pixels / num_frames)
 
     def frame_budget(self, num_frames: int) -> int:
-        """Return the largest area of a frame in a video of `num_frames`."""
+        """Return the maximum area of each frame in a video of `num_frames` frames."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels // num_frames
         share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)

@@ -30,7 +30,7 @@ def chat_batch(
     """Answer independent requests, in order, decoding them together with left padding.
 
     requests: one dict per request, with the arguments `prompt`, `images` and `videos` of
-    `chat`. A request may also set `max_new_tokens` and `pruning_rate` if they differ from the
+    `chat`. A request may also set `max_new_tokens` and `pruning_rate`, which override the
     arguments below. batch_tokens: a limit on the number of requests in a batch times the length
     of the longest one, including its answer. Consecutive requests are decoded together within
     this limit; a longer request runs alone. return_exceptions: whether the error of a failed

@@ -135,7 +135,7 @@ def first_rows(places: Tensor, lengths: list[int]) -> Tensor:
 
 
 def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), with windows by first patch."""
+    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), windows ordered by first patch."""
     state = torch.cat(runs)
     places = torch.cat([first_rows(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
     is_patch = places >= 0

@@ -129,7 +129,7 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
-    """Return the bytes of all weights in a checkpoint's files except the vision tower's,
+    """Return the size in bytes of all weights in a checkpoint's files except the vision tower's,
     read from the headers.
     """
     text = [header for name, header in weight_headers(folder).items() if not re.match(vision_prefix, name)]
@@ -137,7 +137,7 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype, kind: str = "full_attention") -> int:
-    """Return the bytes of one token's keys and values in all layers of a kind."""
+    """Return the size in bytes of one token's keys and values in all layers of a kind."""
     layers = _layer_kinds(text_config).count(kind)
     return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
 

@@ -29,7 +29,7 @@ class Readout(ExitStack):
     """Hooks on a text model while it answers one prompt; `close`, or the end of a `with`,
     removes them.
 
-    Rows are numbered by the tokens that the model has read, so chunks do not affect the numbers.
+    Row numbers count the tokens that the model has read, so chunks do not affect them.
     The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only
     forwards of this thread are recorded.
     """

@@ -73,7 +73,7 @@ class Skipped(Exception):
 
 
 def half_of(device: torch.device) -> torch.dtype:
-    """Return the half precision that a device computes quickly."""
+    """Return the half-precision dtype that is fast on a device."""
     return torch.bfloat16 if is_ampere(device) else torch.float16
 
 

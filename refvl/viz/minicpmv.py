@@ -156,7 +156,7 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
 
 
 def _draw_folds(ax: Axes, h: int, w: int) -> None:
-    """Draw a slice of h x w patches, coloured by window of 2 x 2,
+    """Draw a slice of h x w patches, coloured by 2 x 2 window,
     then after the first and after the second fold.
     """
     image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")

@@ -104,7 +104,7 @@ def _patches(item: Any) -> Iterator[str]:
 
 
 def _in_order(tiles: np.ndarray, across: int) -> str:
-    """Return patches in the order of the rows."""
+    """Return an image of the first patches, in row order."""
     shown = tiles[:SHOWN_TILES]
     alt = f"The first {len(shown)} of {len(tiles)} patches in the order of their rows, {across} per line"
     return draw.picture(draw.mosaic(shown, across), alt, width=draw.WIDE)

@@ -43,7 +43,7 @@ STAGE_COLORS = (
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part that contrasts with the surface
 HIGHLIGHT = _LIGHT["highlight"]  # the colour of the things that a figure points at
-HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
+HEAVY = 26_000  # bytes; larger notebook figures are not sharpened
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:

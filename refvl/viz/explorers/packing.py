@@ -30,7 +30,7 @@ ARRIVALS = {  # (width, height) in px, in order of arrival
 
 
 def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
-    """Return the output tokens of `ARRIVALS`."""
+    """Return the number of output tokens of each image in `ARRIVALS`."""
     return {name: [count_tokens(height, width, config) for width, height in sizes] for name, sizes in ARRIVALS.items()}
 
 

@@ -89,8 +89,8 @@ def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Gri
 
 
 def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
-    """Return the data to draw for each window size,
-    but only the smallest of sizes with the same windows.
+    """Return the data to draw for each window size;
+    if several sizes give the same windows, keep only the smallest.
     """
     rows: dict[tuple, tuple[int, dict]] = {}
     patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
