@@ -29,12 +29,6 @@ def data(name: str | os.PathLike, *, kind: str = "name") -> Path:
     return SHIPPED[name]
 
 
-def check_clone(what: str) -> None:
-    """Raise FileNotFoundError if the package is installed without the repository."""
-    if ROOT != CLONE:
-        raise FileNotFoundError(f"{what} needs a clone of the repository: an installed package contains no benchmarks")
-
-
 def write_whole(target: Path, content: bytes) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")

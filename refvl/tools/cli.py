@@ -281,9 +281,10 @@ def bench(
     write: Annotated[bool, typer.Option(help="write the result to data/measurements")] = False,
 ):
     """Run a benchmark on this machine. This needs a clone of the repository."""
-    from refvl.paths import ROOT, check_clone
+    from refvl.paths import CLONE, ROOT
 
-    check_clone("`refvl bench`")
+    if ROOT != CLONE:
+        raise FileNotFoundError("`refvl bench` needs a clone of the repository: an installed package has no benchmarks")
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(f"benchmarks.{name.value}")  # benchmarks are next to the package and not installed
     given = {"device": device, "repeats": repeats}

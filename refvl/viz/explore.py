@@ -33,7 +33,7 @@ from torch import Tensor
 from refvl.checks import Grid
 from refvl.families import load_processor, read_config
 from refvl.model import VLM
-from refvl.paths import DATA, check_clone
+from refvl.paths import DATA
 from refvl.pixels.crops import RELEASED, CropConfig
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
@@ -95,11 +95,9 @@ def explore_positions(
     The explorer starts near `second_per_grid` seconds per grid step, with frames `side` merged
     tokens wide. processors: {name: processor} of models with M-RoPE, by default those of the
     shipped models. image, clip: inputs of `load_image` and `load_video`. The positions of released
-    software are drawn over refvl's if they differ. Needs anywidget. Raises FileNotFoundError if
-    shipped data is needed but not installed.
+    software are drawn over refvl's if they differ. Needs anywidget.
     """
     if processors is None:
-        check_clone("explore_positions without processors")
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
         processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}
     return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)

@@ -51,8 +51,7 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
     """Return the live page of a checkpoint as one HTML file that loads nothing.
 
     checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of
-    the other checkpoints' pages. Raises ValueError for a checkpoint that is not in `LIVE`, and
-    FileNotFoundError without a clone of the repository.
+    the other checkpoints' pages. Raises ValueError for a checkpoint that is not in `LIVE`.
     """
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
