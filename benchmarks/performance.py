@@ -59,14 +59,14 @@ from refvl.language.loading import random_language_model
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
-from refvl.positions.rotary import rotary_matrices
-from refvl.serving.linear import KERNELS, OneDnnLinear, choose_linear, use_onednn
+from refvl.positions.rotary import rotate_by_offsets
+from refvl.serving.linear import KERNELS, OneDnnLinear, choose_linear, fuse_layers, use_onednn
 from refvl.study.costs import encoder_operations, prefill_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
-NO_KERNELS = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
-MATRIX = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+NO_KERNELS = {"aten::empty", "aten::empty_like", "aten::new_empty"}
+MATRIX = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"}
 TOWERS = {
     "tiny": Qwen2_5_VisionConfig.tiny(),
     "full width, two blocks": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
@@ -101,12 +101,12 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        read, written = _tensors((args, kwargs)), _tensors(result)
+        read, written = _tensors((args, {**(kwargs or {}), "out": None})), _tensors(result)
         memory = {tensor.untyped_storage()._cdata for tensor in read}
-        if function in NO_KERNELS:
+        if function._schema.name in NO_KERNELS:
             return result
         if function._schema.is_mutable or any(tensor.untyped_storage()._cdata not in memory for tensor in written):
-            self.add("matrix" if function in MATRIX else "other", [*read, *written])
+            self.add("matrix" if function._schema.name in MATRIX else "other", [*read, *written])
         return result
 
     def add(self, kind: str, tensors: list[Tensor]) -> None:
@@ -121,15 +121,16 @@ def _tensors(values) -> list[Tensor]:
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
     """Count operations, and kernels and bytes by kind, of one forward on a square image; nothing is computed.
 
-    on_gpu: whether to count as on a GPU, where RMSNorm is one kernel, and the rotary embedding
-        is two kernels. Otherwise RMSNorm counts as several operations, as on a CPU.
-        `tests/cuda_sim` compares the number. `refvl.load` also fuses the MLPs on a GPU, which
-        is not counted here: 12 kernels instead of 14.
+    on_gpu: whether to count the tower that `refvl.load` builds on a GPU, where RMSNorm is one
+        kernel, and the rotation is two kernels. Otherwise RMSNorm counts as several operations,
+        as on a CPU. `tests/cuda_sim` compares the number.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):
         tower = Qwen2_5_VisionTransformer(config, attention="sdpa").to(dtype)
         x = torch.empty(grid[0][1] * grid[0][2], config.patch_values, dtype=dtype)
+    if on_gpu:
+        fuse_layers(tower)
     plan = tower.plan(grid)
     counter = Traffic()
 
@@ -143,14 +144,11 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
         counter.add("other", [x, weight, out])
         return out
 
-    def factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
-        return rotary_matrices(cos, sin), None
-
     with ExitStack() as replaced:
         replaced.enter_context(patch.object(Segments, "attend", attend))
         if on_gpu:
             replaced.enter_context(patch.object(F, "rms_norm", fused))
-            replaced.enter_context(patch.object(qwen2_5_vl, "rotary_factors", factors))
+            replaced.enter_context(patch.object(qwen2_5_vl, "rotate", rotate_by_offsets))
         replaced.enter_context(torch.inference_mode(False))  # counts a linear layer or a norm as one operation
         replaced.enter_context(torch.no_grad())
         replaced.enter_context(counter)

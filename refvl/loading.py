@@ -20,7 +20,7 @@ from refvl.checks import WORDED, blame, check_names, check_positive_int
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.model import VLM
 from refvl.paths import data
-from refvl.serving.linear import choose_linear, fuse_mlps, use_onednn
+from refvl.serving.linear import choose_linear, fuse_layers, use_onednn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the text model on devices
@@ -292,7 +292,7 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
     encoder = encoder.to(dtype).to_empty(device=device).eval()
     if encoder.device.type == "cuda":
-        fuse_mlps(encoder)
+        fuse_layers(encoder)
     return encoder
 
 

@@ -56,8 +56,14 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).detach().abs().max()) if actual.numel() else 0.0
 
 
-def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, scale: float | None = None) -> None:
-    """Rounding explains the difference. `expected` has the dtype of `actual`, or is a float64 oracle."""
+def assert_agree(actual, expected, steps: int | nn.Module, *, scale: float | None = None) -> None:
+    """Rounding explains the difference of two tensors, or of the pairs of two
+    sequences. `expected` has the dtype of `actual`, or is a float64 oracle.
+    """
+    if not isinstance(actual, Tensor):
+        for pair in zip(actual, expected, strict=True):
+            assert_agree(*pair, steps, scale=scale)
+        return
     difference, allowed = largest_difference(actual, expected), tolerance(actual, expected, steps, scale)
     assert difference <= allowed, f"differ by {difference:.3g}, where rounding explains {allowed:.3g}"
 

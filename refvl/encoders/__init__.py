@@ -3,9 +3,7 @@
 The encoders do not depend on prompts.
 """
 
-from typing import Any
-
-from refvl.lazy import find_name
+from refvl.lazy import lazy_names
 
 FILES = {
     "glm4v": "Glm4vVisionConfig Glm4vVisionTransformer",
@@ -23,12 +21,4 @@ FILES = {
     "step_vl": "StepVLEncoder StepVLVisionConfig",
     "vision_utils": "get_vision_encoder_info get_vit_attn_backend resolve_visual_encoder_outputs",
 }  # fmt: skip
-__all__ = " ".join(FILES.values()).split()
-
-
-def __getattr__(name: str) -> Any:
-    return find_name(__name__, FILES, name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *FILES]
+__getattr__, __dir__, __all__ = lazy_names(__name__, FILES)

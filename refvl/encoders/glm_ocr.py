@@ -116,7 +116,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -135,8 +135,11 @@ class VisionAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        qk_NHK = torch.cat([self.q_norm(q_NHK), self.k_norm(k_NHK)], dim=1)
+        spare_N1K = torch.empty_like(
+            q_NHK[:, :1]
+        )  # memory in front of and behind the heads, as on a GPU `rotate` needs
+        qk_NHK = torch.cat([spare_N1K, self.q_norm(q_NHK), self.k_norm(k_NHK), spare_N1K], dim=1)[:, 1:-1]
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)

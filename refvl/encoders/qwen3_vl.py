@@ -143,7 +143,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 

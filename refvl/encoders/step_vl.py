@@ -175,7 +175,7 @@ class VisionLayer(nn.Module):
         self.mlp = VisionMLP(config)
         self.lambda_2 = nn.Parameter(torch.full((E,), 0.1))
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.lambda_1 * self.self_attn(self.layernorm_before(x_NE), rotary, segments, backend)
         return x_NE + self.lambda_2 * self.mlp(self.layernorm_after(x_NE))
 
@@ -189,6 +189,6 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         return self.out_proj(segments.attend(rotate(q_NHK, *rotary), rotate(k_NHK, *rotary), v_NHK, backend))

@@ -83,13 +83,9 @@ def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
 
 
 def infer_limits(
-    min_budget: int,
-    max_budget: int,
-    *,
-    budgets: Sequence[int] | None = None,
-    max_items: int | None = None,
-    max_frames: int | None = None,
-) -> Limits:
+    min_budget: int, max_budget: int, *, budgets: Sequence[int] | None = None,
+    max_items: int | None = None, max_frames: int | None = None,
+) -> Limits:  # fmt: skip
     """Infer the limits that the user does not set. min_budget, max_budget: the values that the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` must not exceed the
@@ -117,14 +113,9 @@ def infer_limits(
 
 
 def plan_batches(
-    output_tokens: Sequence[int],
-    budgets: Sequence[int],
-    max_items: int,
-    *,
-    policy: str = "greedy",
-    frames: Sequence[int] | None = None,
-    max_frames: int | None = None,
-) -> list[Batch]:
+    output_tokens: Sequence[int], budgets: Sequence[int], max_items: int, *, policy: str = "greedy",
+    frames: Sequence[int] | None = None, max_frames: int | None = None,
+) -> list[Batch]:  # fmt: skip
     """Pack items into batches, each with the smallest budget that fits it.
 
     output_tokens: the tokens of each item (an item may be empty). frames: the frames of each

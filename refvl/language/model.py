@@ -98,15 +98,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return position_ids
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values=None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values=None,
+        logits_to_keep: int | Tensor = 0, **kwargs,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return logits (B, L or logits_to_keep, vocabulary) for (B, L, D) embeddings and (3, B, L) positions."""
         kwargs |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
         positions = self.model_positions(position_ids)

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from refvl.attention import is_ampere
 from refvl.language.model import SequentialTextModel
 from refvl.language.step3_config import Step3TextConfig, check_config
-from refvl.positions.rotary import rotate
+from refvl.positions.rotary import rotate_by_swapping
 
 
 class Step3ForCausalLM(SequentialTextModel):
@@ -68,15 +68,10 @@ class Step3TextModel(PreTrainedModel):
 
     @capture_outputs
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values=None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> BaseModelOutputWithPast:
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values=None,
+        use_cache: bool | None = None, **kwargs,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """Return hidden states (B, L, D) for (B, L) ids or (B, L, D) embeddings.
 
         position_ids: (B, L); by default they continue after the cache. attention_mask: (B, cached +
@@ -103,7 +98,7 @@ class Step3TextModel(PreTrainedModel):
 
 
 def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Turn (B, L) positions into the factors of `rotate`, (B, 1, L, K) each: cos twice, and -sin followed by sin.
+    """Turn (B, L) positions into the factors of a rotation, (B, 1, L, K) each: cos twice, and -sin followed by sin.
 
     Angles are computed in float32 for every dtype of the model.
     """
@@ -165,7 +160,7 @@ class Step3TextAttention(nn.Module):
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
-        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # rotating both at once halves the kernel count
+        qk_BHLK = rotate_by_swapping(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # both at once: half the kernels
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
         if past_key_values is not None:  # from here on, L of keys and values includes cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)

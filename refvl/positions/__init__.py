@@ -1,10 +1,8 @@
 """Positions of tokens in the prompt, and the selection of tokens to keep; this code does not depend on any model."""
 
-from typing import Any
-
 import torch
 
-from refvl.lazy import find_name
+from refvl.lazy import lazy_names
 
 FILES = {
     "canvas": "CanvasMarks canvas_positions",
@@ -19,15 +17,7 @@ FILES = {
                "vidcom2_similarities",
     "windows": "get_window_index invert_permutation",
 }  # fmt: skip
-__all__ = " ".join(FILES.values()).split()
-
-
-def __getattr__(name: str) -> Any:
-    return find_name(__name__, FILES, name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *FILES]
+__getattr__, __dir__, __all__ = lazy_names(__name__, FILES)
 
 
 # MKL chooses the kernel for a function when that function is first called. If two threads make this first call at the

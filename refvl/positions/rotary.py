@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.checks import Grid, as_grids, check_positive, check_positive_int
@@ -64,40 +65,46 @@ def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, T
 
 def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (N, H, K) by (N, K/2) angles in rotate-half form; computed in float32, returned in the dtype of x."""
-    return rotate(x_NHK, *rotary_factors(cos, sin))
+    return rotate_by_swapping(x_NHK, *rotary_factors(cos, sin))
 
 
-def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the factors of `rotate`, (N, 1, K) each, once for all blocks: cos twice, and -sin followed by sin.
-
-    On a GPU, return the factors of a rotation in two kernels, (N, 1, 2, 2, K/2), and None.
-    """
-    if cos.is_cuda:
-        return rotary_matrices(cos, sin), None
+def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of `rotate`, (N, 1, K) each, once for all blocks: cos twice, and -sin followed by sin."""
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor | None) -> Tensor:
-    """Rotate by `rotary_factors` like `apply_rotary`: x times cos, plus x with its halves swapped times sin."""
-    if sin_N1K is None:
-        return rotate_by_matrices(x_NHK, cos_N1K)
+def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
+    """Rotate by `rotary_factors` like `apply_rotary`, but on a GPU, without gradients, in two kernels."""
+    if not x_NHK.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler makes one kernel
+        return rotate_by_swapping(x_NHK, cos_N1K, sin_N1K)
+    return rotate_by_offsets(x_NHK, cos_N1K, sin_N1K)
+
+
+def rotate_by_swapping(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
+    """Return x times cos, plus x with the halves of each head swapped times sin."""
     first, second = x_NHK.chunk(2, dim=-1)
     swapped_NHK = torch.cat([second, first], dim=-1)
     return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)
 
 
-def rotary_matrices(cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn cos, sin (N, K/2) into one 2 x 2 matrix per pair (N, 1, 2, 2, K/2); [j, i] maps half i to half j."""
-    return torch.stack([cos, -sin, sin, cos], dim=1).unflatten(1, (1, 2, 2))
+def rotate_by_offsets(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
+    """Rotate like `rotate_by_swapping`, in two kernels instead of four: swapped halves are read in place.
 
-
-def rotate_by_matrices(x_NHK: Tensor, matrices: Tensor) -> Tensor:
-    """Rotate like `rotate`, in two kernels instead of four: products and sums in float32, rounded once.
-
-    One kernel both sums and rounds. Autograd does not support such a kernel, so with gradients, a
-    separate kernel rounds.
+    No view swaps the halves a and b of every head, because strides cannot be negative. With a spare
+    half at each end, however, a view can list them as (spare, b0), (a0, b1), (a1, b2), and so on.
+    In the order of memory, (spare, a0), (b0, a1), (b1, a2), the view of x lists their partners.
+    Nothing reads the spare results. If the memory around x has no spare halves, x is copied.
     """
-    parts = x_NHK.unflatten(-1, (1, 2, -1)) * matrices  # (N, H, 2, 2, K/2)
-    first, second = parts.unbind(-2)
-    out = None if parts.requires_grad else torch.empty_like(first, dtype=x_NHK.dtype)
-    return torch.add(first, second, out=out).to(x_NHK.dtype).flatten(-2)
+    N, H, K = x_NHK.shape
+    end = x_NHK.storage_offset() + (N - 1) * x_NHK.stride(0) + H * K
+    spare = min(x_NHK.storage_offset(), x_NHK.untyped_storage().nbytes() // x_NHK.itemsize - end)
+    if spare < K // 2 or x_NHK.stride()[1:] != (K, 1):
+        x_NHK = F.pad(x_NHK, (0, 0, 1, 1))[:, 1:-1]
+    products = cos_N1K.new_empty(N, H + 2, K)
+    out = torch.empty_like(products, dtype=x_NHK.dtype)
+    torch.mul(x_NHK, cos_N1K, out=products[:, 1:-1])
+    shape, strides = (N, H + 1, 2, K // 2), (products.stride(0), K, K // 2 * 3, 1)
+    partners = x_NHK.as_strided(shape, (x_NHK.stride(0), K, K // 2, 1), x_NHK.storage_offset() - K // 2)
+    halves, sin = products.as_strided(shape, strides), sin_N1K.unflatten(-1, (2, -1))
+    torch.addcmul(halves, partners, sin, out=out.as_strided(shape, strides))
+    return out[:, 1:-1]

@@ -38,10 +38,7 @@ def describe_backend(backend: str) -> str:
 
 
 def check_gpu(
-    device: str | torch.device = "cuda",
-    out: str | Path = "check-gpu.json",
-    *,
-    thorough: bool = False,
+    device: str | torch.device = "cuda", out: str | Path = "check-gpu.json", *, thorough: bool = False
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 

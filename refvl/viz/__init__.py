@@ -3,10 +3,8 @@
 viz computes nothing itself.
 """
 
-from typing import Any
-
-from refvl.lazy import find_name
-from refvl.viz.live import live  # imported here, because the folder has the same name
+from refvl.lazy import lazy_names
+from refvl.viz.live import live as live  # imported here, because the folder has the same name
 
 FILES = {
     "attention": "plot_attention plot_states",
@@ -16,6 +14,7 @@ FILES = {
                "explore_graph explore_keep_mask explore_launches explore_mrope explore_packing explore_positions "
                "explore_resize explore_slices explore_timeline explore_windows",
     "families": "plot_ablations plot_family_costs plot_family_curves plot_family_race plot_family_stages",
+    "live": "live",
     "glm4v": "plot_clip_prompt plot_clip_tokens plot_patch_values plot_position_table plot_timelines",
     "graphs": "plot_buffers plot_launches plot_packing plot_recording plot_stale_errors",
     "minicpmv": "plot_canvas plot_frame_tokens plot_query_attention plot_slices",
@@ -27,12 +26,4 @@ FILES = {
     "timings": "plot_cost_curves plot_gpu_estimates plot_roofline plot_stage_shares plot_stage_timings",
     "windows": "plot_attention_segments plot_window_permutation plot_windows",
 }  # fmt: skip
-__all__ = [*" ".join(FILES.values()).split(), "live"]
-
-
-def __getattr__(name: str) -> Any:
-    return find_name(__name__, FILES, name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *FILES]
+__getattr__, __dir__, __all__ = lazy_names(__name__, FILES)

@@ -44,7 +44,8 @@ EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.new_empty.defau
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default}
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WAITING = {ATEN.equal.default, ATEN.is_nonzero.default, ATEN.bincount.default, ATEN.masked_select.default}
-PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.addmm_.default, ATEN.bmm.default, ATEN.baddbmm.default}
+PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.addmm_.default, ATEN.bmm.default, ATEN.baddbmm.default,
+            ATEN.mm.out, ATEN.addmm.out}  # fmt: skip
 STAGED = 1 << 16  # bytes: a larger copy from pageable memory waits until it has been staged
 CUDA, META = 1, 14  # of `c10::DeviceType`
 
@@ -92,6 +93,9 @@ class CudaTensor(Tensor):
 
     def data_ptr(self):
         return self.numbers.data_ptr()
+
+    def untyped_storage(self):
+        return self.numbers.untyped_storage()
 
     def tolist(self):
         self.machine.wait("tolist")

@@ -22,7 +22,7 @@ from refvl.encoders.tower import send_rows
 from refvl.graphs.buffers import metadata_tensors
 from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
 from refvl.positions import rotary
-from refvl.serving.linear import fuse_mlps
+from refvl.serving.linear import fuse_layers
 from refvl.serving.media_cache import state_of
 from refvl.trace import check_finite
 
@@ -59,7 +59,7 @@ def start(family):
 def test_kernels_per_block(machine, family):
     """As `load` builds the tower on a GPU."""
     encoder, rows, layouts = start(family)
-    fuse_mlps(encoder)
+    fuse_layers(encoder)
     machine.dtypes.clear()
     found, before = list[int](), list[int]()
     for module in encoder.blocks:
@@ -75,6 +75,7 @@ def test_the_benchmark_counts_the_kernels_that_run(machine):
     """Notebook 11 estimates launches from a count on the meta device. Oracle: the
     simulated device."""
     encoder, rows, layouts = start("Qwen2.5-VL")
+    fuse_layers(encoder)
     with torch.inference_mode():
         pixel_values, metadata = send_rows([rows], encoder), encoder.plan(layouts)
         ran = machine.counted(lambda: encoder(pixel_values, metadata=metadata))[1]
@@ -120,16 +121,18 @@ def test_of_a_picture_a_byte_a_value_travels_and_of_a_still_one_frame(machine, d
 def test_rotary_factors_and_samples_of_tables_are_float32_s(machine, monkeypatch, family):
     """In bfloat16, the angles of a wide picture would be off by most of a radian.
     Oracle: float64, and float32."""
-    used, rotate = [], rotary.rotate_by_matrices
-    monkeypatch.setattr(rotary, "rotate_by_matrices", lambda x, factors: used.append(factors) or rotate(x, factors))
+    used, rotate = [], rotary.rotate_by_offsets
+    monkeypatch.setattr(rotary, "rotate_by_offsets", lambda x, *factors: used.append(factors) or rotate(x, *factors))
     encoder, layouts = build(family).to("cuda", torch.bfloat16), [(1, 2, 400)]
     metadata = encoder.plan(layouts)
-    encoder(torch.zeros(800, encoder.patch_values).cuda(), metadata=metadata)
+    with torch.inference_mode():
+        encoder(torch.zeros(800, encoder.patch_values).cuda(), metadata=metadata)
     pairs = encoder.head_dim // 2
     frequencies = 10000.0 ** -(torch.arange(0, pairs, 2).double() / pairs)
     angles = (metadata.positions.cpu()[..., None] * frequencies).flatten(1)
-    error = (used[0].cpu() - rotary.rotary_matrices(angles.cos(), angles.sin())).abs().max()
-    assert {x.dtype for x in used} == {torch.float32} and error < 400 * 4 * torch.finfo(torch.float32).eps
+    exact = rotary.rotary_factors(angles.cos(), angles.sin())
+    error = max((x.cpu() - y).abs().max() for x, y in zip(used[0], exact, strict=True))
+    assert {x.dtype for x in used[0]} == {torch.float32} and error < 400 * 4 * torch.finfo(torch.float32).eps
     if hasattr(metadata, "position_embeds"):
         exact = encoder.cpu().float().plan(layouts).position_embeds
         assert_agree(metadata.position_embeds.cpu(), exact.bfloat16(), 1)

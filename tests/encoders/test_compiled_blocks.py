@@ -7,8 +7,8 @@ from graph_families import GRIDS, build
 from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
-from refvl.positions.rotary import rotary_matrices
-from refvl.serving.linear import fuse_mlps
+from refvl.positions.rotary import rotary_factors
+from refvl.serving.linear import fuse_layers
 
 FAMILIES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR", "MiniCPM-V 4.5", "Step3-VL")
 
@@ -32,13 +32,13 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
         return lambda *args: (torch.zeros(rows, width, dtype=torch.bfloat16),)
 
     width = getattr(encoder.config, "vision", encoder.config).hidden_size
-    fuse_mlps(encoder)  # as `load` does on a GPU
+    fuse_layers(encoder)  # as `load` does on a GPU
     with torch.inference_mode():
         for block in encoder.blocks:
             block.compile(dynamic=True, fullgraph=True, backend=keep)
         for lengths in ([9, 9], [37], [4, 5, 20], [70] * 3):
             rows = sum(lengths)
-            rotary = rotary_matrices(*torch.ones(2, rows, encoder.head_dim // 2)), None
+            rotary = rotary_factors(*torch.ones(2, rows, encoder.head_dim // 2))
             segments = Segments(cumulative_lengths(lengths), None, max(lengths))
             context = (rotary, segments) if family in GRIDS else (segments,)
             for block in encoder.blocks:

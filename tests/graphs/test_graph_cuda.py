@@ -8,16 +8,17 @@ up like their root; float32 runs the masked attention.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from closeness import assert_agree, gain, roundings
+from graph_families import manager_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs import CaptureError, EncoderGraphManager
+from refvl.graphs import CaptureError
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.tools.gpu_checks import _draw_weights
 
@@ -27,6 +28,7 @@ CONFIG = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))  #
 if torch.cuda.is_available() and torch.cuda.get_device_name() == "simulated":  # a CPU computes: an eighth of them
     CONFIG = replace(CONFIG, hidden_size=160, num_heads=2, intermediate_size=432, out_hidden_size=448)
 BUDGETS, MAX_ITEMS, MAX_FRAMES = [16, 64, 128], 8, 8
+new_manager = partial(manager_of, budgets=BUDGETS, max_items=MAX_ITEMS, max_frames=MAX_FRAMES)
 with torch.device("meta"):
     STEPS = {torch.bfloat16: 12 * CONFIG.depth, torch.float32: roundings(Qwen2_5_VisionTransformer(CONFIG))}
 
@@ -47,11 +49,6 @@ def growth() -> float:
     """How much rounding in front of the tower grows on the way through it; most if there is one token alone."""
     encoder, grids = random_tower(), [(1, 2, 2)]
     return gain(lambda rows: encoder(rows, grids), patches_of(grids, encoder))
-
-
-def new_manager(encoder, **options):
-    limits = {"budgets": BUDGETS, "max_items": MAX_ITEMS, "max_frames": MAX_FRAMES}
-    return EncoderGraphManager(encoder, **limits | options, progress=False)
 
 
 @pytest.fixture(scope="module")

@@ -3,26 +3,24 @@
 That any batch equals the eager encoder is in `contracts/test_encoders.py`, for every family.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from closeness import assert_agree
-from graph_families import build, make_case
+from graph_families import build, make_case, manager_of
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs import Batch, CaptureError, EncoderGraphManager
+from refvl.graphs import Batch, CaptureError
 
 CONFIG = Qwen2_5_VisionConfig.tiny()  # windows of 2 x 2 merged tokens, frames in two of four blocks
 BUDGETS, MAX_ITEMS, MAX_FRAMES = [8, 16, 32], 3, 4
+new_manager = partial(manager_of, budgets=BUDGETS, max_items=MAX_ITEMS, max_frames=MAX_FRAMES)
 
 
 @pytest.fixture(scope="module")
 def encoder():
     return build("Qwen2.5-VL")
-
-
-def new_manager(encoder, **options):
-    limits = {"budgets": BUDGETS, "max_items": MAX_ITEMS, "max_frames": MAX_FRAMES}
-    return EncoderGraphManager(encoder, **limits | options, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +31,6 @@ def manager(encoder):
     return manager
 
 
-def assert_equal(encoder, outputs, wanted):
-    """Replay sums attention over masked pairs, eager over segments: rounding only."""
-    for output, want in zip(outputs, wanted, strict=True):
-        assert_agree(output, want, encoder)
-
-
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +39,7 @@ def test_the_largest_batch_of_every_budget(encoder, manager):
     for budget in BUDGETS:
         grids = [(1, 2, 2), (2, 2, 2), (1, 2, 2 * (budget - 3))]
         case = make_case(encoder, grids)
-        assert_equal(encoder, manager.execute(case.rows, grids), case.wanted)
+        assert_agree(manager.execute(case.rows, grids), case.wanted, encoder)
         assert manager.last_batches == [Batch((0, 1, 2), budget)]
 
 
@@ -97,8 +89,8 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     assert manager.memory_bytes() > 0 and list(manager.captured) == [("", budget) for budget in BUDGETS[::-1]]
     manager.clear()
     assert (manager.captured, manager.memory_bytes(), manager.stats().hits) == ({}, 0, 0)
-    assert_equal(encoder, outputs, case.wanted)  # clones outlive the graphs
-    assert_equal(encoder, manager.execute(case.rows, case.layouts), case.wanted)
+    assert_agree(outputs, case.wanted, encoder)  # clones outlive the graphs
+    assert_agree(manager.execute(case.rows, case.layouts), case.wanted, encoder)
     assert manager.stats().hits == 1
 
 
@@ -108,7 +100,7 @@ def test_a_plan_belongs_to_its_call(encoder, manager):
     plan_a, plan_b = manager.plan(a), manager.plan(b)
     for plan, grids in ((plan_b, b), (plan_a, a)):
         case = make_case(encoder, grids)
-        assert_equal(encoder, manager.run(case.rows, plan), case.wanted)
+        assert_agree(manager.run(case.rows, plan), case.wanted, encoder)
         assert manager.last_batches == plan.batches
 
 
@@ -158,4 +150,4 @@ def test_wrong_inputs_are_named_and_leave_the_manager_usable(encoder, manager, s
     case = make_case(encoder, [(1, 4, 4)])
     with pytest.raises(ValueError, match=message):
         manager.execute(torch.zeros(shape), case.layouts)
-    assert_equal(encoder, manager.execute(case.rows, case.layouts), case.wanted)
+    assert_agree(manager.execute(case.rows, case.layouts), case.wanted, encoder)
