@@ -11,14 +11,14 @@ from refvl.encoders.weights import config_values
 
 
 class TowerConfig:
-    """The base class of the configs, which derives sizes and reads a config.json.
+    """The base class of the towers' configs, which derives sizes and reads a config.json.
 
     Fields have the names used in checkpoints; the fields below follow transformers' names for CLIP and SigLIP.
     """
 
     __slots__ = ()
     activation: ClassVar[str | None] = None  # the only activation that the tower supports; None: not checked
-    # the head dimension must be a multiple of this number: 4 if row and column each rotate one half of a head
+    # the head dimension must be a multiple of this number: 4 if rows and columns each rotate half of a head
     head_unit: ClassVar[int] = 1
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # alternative names of fields in checkpoints
     hidden_size: int

@@ -11,13 +11,13 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-Positions enter the tower twice. The table encodes the location of a patch relative to the image's size; the rotary
-angles encode the distance between two patches, in patches. Both depend on the grid; the samples also depend on the
-table's weights.
+Positions enter the tower twice. The table encodes the location of a patch relative to the
+image's size; the rotary angles encode the distance between two patches, in patches. Samples and
+angles depend on the grid; the samples also depend on the table's weights.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `TableMetadata`.
-`forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
-are defined in `GridEncoder` and `Tower`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on
+sizes into `TableMetadata`. `forward` neither reads values back nor branches on tensors.
+`GridEncoder` and `Tower` define the input checks, device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -63,9 +63,9 @@ class Glm4vVisionConfig(GridVisionConfig):
 
 
 class Glm4vVisionTransformer(GridEncoder):
-    """The tower: patch rows in, embeddings of the language model's width out.
+    """The tower, which turns patch rows into embeddings of the language model's width.
 
-    Equal to transformers' tower on the same weights.
+    With the same weights, it returns the values of transformers' tower.
     """
 
     config_class = Glm4vVisionConfig
@@ -84,11 +84,11 @@ class Glm4vVisionTransformer(GridEncoder):
         self.merger = PatchMerger(config.out_hidden_size, config.intermediate_size)
 
     def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
-        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also
-        accepts tensors, and checks the grids. The position table, in contrast, is sampled on
-        its own device.
+        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan`
+        also accepts tensors, and checks the grids. Only the position table is sampled on the
+        tower's device.
         """
         table, m = self.get_parameter("embeddings.position_embedding.weight"), self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bicubic", align_corners=False)
@@ -98,9 +98,9 @@ class Glm4vVisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
-        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
-        and TypeError if their dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        overrides the tower's backend; a graph capture requests static shapes. Raises ValueError if
+        the rows do not match the plan, and TypeError if they are not floats.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks

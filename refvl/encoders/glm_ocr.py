@@ -11,12 +11,12 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU, C times as wide as the language model
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-Positions come only from the 2-D rotary angles. The two towers share the MLP and the merger, which are imported from
-`refvl.encoders.glm4v`; this file defines the parts that differ.
+Positions come only from the 2-D rotary angles. The MLP and the merger are those of GLM-4.1V,
+imported from `refvl.encoders.glm4v`; this file defines the parts that differ.
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes into `GridMetadata`.
-`forward` does not read values back and does not branch on tensors. The input checks, device, backends and weight names
-are defined in `GridEncoder` and `Tower`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on
+sizes into `GridMetadata`. `forward` neither reads values back nor branches on tensors.
+`GridEncoder` and `Tower` define the input checks, device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
 dimension.
@@ -61,7 +61,7 @@ class GlmOcrVisionConfig(GridVisionConfig):
 
 
 class GlmOcrVisionTransformer(GridEncoder):
-    """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
+    """The tower, which computes the same embeddings as transformers' tower with the same weights."""
 
     config_class = GlmOcrVisionConfig
     config: GlmOcrVisionConfig
@@ -76,10 +76,10 @@ class GlmOcrVisionTransformer(GridEncoder):
         self.merger = PatchMerger(config.out_hidden_size, config.out_hidden_size * config.in_channels)
 
     def plan_checked(self, grids: Sequence[Grid]) -> GridMetadata:
-        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        the grids.
+        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan`
+        also accepts tensors, and checks the grids.
         """
         return to_device(GridMetadata(**self.plan_frames(grids)), self.device)
 
@@ -87,9 +87,9 @@ class GlmOcrVisionTransformer(GridEncoder):
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
         Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`.
-        `attention` overrides the tower's backend; a capture requests a backend with static
-        shapes. Raises ValueError if the rows do not match the plan, and TypeError if their
-        dtype is not floating point.
+        `attention` overrides the tower's backend; a graph capture requests static shapes.
+        Raises ValueError if the rows do not match the plan, and TypeError if they are not
+        floats.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks

@@ -1,7 +1,7 @@
 """The common parts of all towers that encode grids: sizes, grid checks, capacities and weight names.
 
-An item is a grid (t, h, w) of patches, with t = 1 for an image. Its rows are in merge-block order: m * m consecutive
-rows become one token.
+An item is a grid (t, h, w) of patches, with t = 1 for an image. An item's rows are in
+merge-block order: m * m consecutive rows become one token.
 """
 
 import re
@@ -46,15 +46,15 @@ class GridVisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GridMetadata(Segments):
-    """The inputs of a forward pass other than the pixels; segments are frames.
+    """The inputs of a forward pass other than the pixels; each segment is a frame.
 
     `pad`: the rule by which a graph fills the unused end of a buffer.
 
     A captured graph reads fixed addresses whose contents change. A capture records integers as
     constants, so the integers of this plan are capacities that a replay must not exceed. Rotary
-    angles take 40 times as many bytes as rows and columns, so they are computed on the tower's
-    device. The frequencies are part of the plan, because `.to(torch.bfloat16)` would round a
-    buffer of the module.
+    angles take 40 times as many bytes as rows and columns, so the angles are computed on the
+    tower's device. The frequencies are part of the plan, because `.to(torch.bfloat16)` would
+    round a buffer of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: the row and column of each patch
@@ -66,7 +66,7 @@ class GridMetadata(Segments):
 
     @property
     def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
+        """Return a one-line description for tables."""
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
@@ -78,7 +78,7 @@ class TableMetadata(GridMetadata):
 
 
 class GridEncoder(Tower):
-    """Patch rows in, embeddings of the language model's width out. Subclasses add the computation."""
+    """The base class of the towers that encode grids as embeddings of the language model's width."""
 
     def __init__(self, config: Any, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
@@ -86,7 +86,7 @@ class GridEncoder(Tower):
         self.patch_values = config.patch_values  # the number of values in a row, C * Tp * P * P
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
-        """Return (t, h, w) per item, normalised.
+        """Return the normalised grid (t, h, w) of each item.
 
         Raises ValueError or TypeError for an invalid grid, or for sides that are not multiples of the merge block's
         side.
@@ -105,7 +105,7 @@ class GridEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        The metadata plans one frame with all patches, which is a valid input for a warm-up; the other frames are empty.
+        The metadata contains one frame with all patches, which is valid for a warm-up; all other frames are empty.
         """
         m = self.config.spatial_merge_size
         one_frame = self.plan_checked([(1, m, m * max_tokens)])
@@ -123,7 +123,7 @@ class GridEncoder(Tower):
             yield name.replace(".gate_up_proj.", ".up_proj."), tensor[half:]
 
     def rename(self, name: str) -> str:
-        """Return the bare name, without `visual.` or `model.visual.`."""
+        """Return `name` without the prefix `visual.` or `model.visual.`."""
         return re.sub(r"^(model\.)?visual\.", "", name)
 
     @property

@@ -18,9 +18,9 @@ order of its rows. Each group contains one slice; in 4.5, frames that share a se
 form one group. Each version is a class in this file, never a branch in `forward`.
 
 Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
-This encoder concatenates the rows, so its only sizes are the numbers of rows, slices and sets of queries. One graph per
-budget therefore serves every shape. Budgets count tokens; for each token, a graph reserves `patches_per_slice /
-query_num` patch rows. Items that need more rows take a larger budget, or run eagerly (see `plan_batches`).
+This encoder concatenates the rows, so its only sizes are the numbers of rows, slices and sets of queries. One graph
+per budget therefore serves every shape. Budgets count tokens; for each token, a graph reserves `patches_per_slice /
+query_num` patch rows. Items that need more rows use a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -107,13 +107,13 @@ class MiniCPMVMetadata:
 
     @property
     def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
+        """Return a one-line description for tables."""
         slices, sets = len(self.vision.cu_seqlens) - 1, len(self.resampler.cu_seqlens_k) - 1
         return f"{slices} slices" if slices == sets else f"{slices} slices in {sets} groups"
 
 
 class MiniCPMVEncoder(Tower):
-    """The base of all versions: it builds and plans the tower and the resampler, and runs one after the other."""
+    """The base class of all versions, which builds, plans and runs the tower and then the resampler."""
 
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
@@ -144,7 +144,7 @@ class MiniCPMVEncoder(Tower):
         return as_layouts(layouts, name, reads_times=self.reads_times)
 
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
-        """Return the (patch rows, output tokens, frames) of one item.
+        """Return an item's numbers of (patch rows, output tokens, frames).
 
         "frames" counts only the frames that share another frame's queries; the number of tokens already limits all
         other frames.
@@ -154,16 +154,16 @@ class MiniCPMVEncoder(Tower):
         return sum(h * w for h, w in sizes), sets * self.config.query_num, len(sizes) - sets
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it to the encoder's device."""
+        """Compute the plan on the CPU, and move it to the encoder's device."""
         sizes = [size for layout in layouts for group in layout for size in group.slices]
         return MiniCPMVMetadata(self.vpm.plan_checked(sizes), self.resampler.plan_checked(sizes))
 
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, groups and slices in order.
 
-        Pass `layouts` to plan in this call, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the
-        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
-        and TypeError if their dtype is not floating point.
+        Pass `layouts` to plan in this call, or the `MiniCPMVMetadata` of an earlier `plan`.
+        `attention` overrides the backend; a graph capture requests static shapes. Raises
+        ValueError if the rows do not match the plan, and TypeError if they are not floats.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: pass exactly one of layouts and metadata")
@@ -177,7 +177,7 @@ class MiniCPMVEncoder(Tower):
         return self.vpm.blocks
 
     def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
-        """Return the patch row at each input position of the tower, (N,) per pass, as in `Tower.block_rows`."""
+        """Return the index of the patch row at each input position of the tower, (N,), as in `Tower.block_rows`."""
         return self.vpm.block_rows(metadata.vision)
 
     @property
@@ -203,8 +203,8 @@ class MiniCPMVEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Return a plan large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. The number of slices is at
-        most that number plus the frames that share another frame's queries.
+        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. There
+        are at most as many slices as sets, plus the frames that share another frame's queries.
         """
         max_rows = self.max_rows(max_tokens)
         max_sets = max(1, max_tokens // self.config.query_num)
@@ -226,16 +226,16 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def unused(self) -> str:
-        """Skip pooling heads, a dropped last layer, and the audio parts of omni checkpoints."""
+        """A pattern for the names of pooling heads, a dropped last layer, and the audio parts of omni checkpoints."""
         return rf"(?=vpm\.){self.vpm.unused}|{self.skipped_parts}"
 
 
 class MiniCPMV2_0Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 2.0: timm's SigLIP, and queries in a fixed grid; a plan contains the resized position table."""
+    """The encoder of MiniCPM-V 2.0: timm's SigLIP, and queries in a fixed grid; a plan contains the resized table."""
 
     vpm_class = SiglipViT
     resampler_class = Resampler2
-    skipped_parts = r"resampler\.pos_embed$"  # not loaded, because a formula computes it
+    skipped_parts = r"resampler\.pos_embed$"  # not loaded, because a formula computes the positions
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
         """Return the side of the queries' grid; raise ValueError if the number of queries is not a square number."""
@@ -251,7 +251,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 2.5: the tower receives no shapes; the position table treats a slice as one row of h * w patches."""
+    """The encoder of MiniCPM-V 2.5: the position table treats every slice as one row of h * w patches."""
 
     skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
@@ -263,21 +263,21 @@ class MiniCPMV2_5Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_6Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 2.6: the tower receives the shapes of slices; the frames of a video are ordinary slices."""
+    """The encoder of MiniCPM-V 2.6: the tower receives the shapes of slices; a video's frames are ordinary slices."""
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 4.0: the same encoder as in 2.6; only the text model differs."""
+    """The encoder of MiniCPM-V 4.0, the same as in 2.6; only the text model differs."""
 
 
 class MiniCPMV4_5Encoder(MiniCPMVEncoder):
-    """MiniCPM-V 4.5: frames have times, and all frames of a group share one set of queries."""
+    """The encoder of MiniCPM-V 4.5: frames have times, and all frames of a group share one set of queries."""
 
     resampler_class = Resampler4_5
     reads_times = True
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """Compute everything that depends on sizes and times on the CPU, and move it to the encoder's device."""
+        """Compute the plan, including times, on the CPU, and move it to the encoder's device."""
         groups = [group for layout in layouts for group in layout]
         sizes = [size for group in groups for size in group.slices]
         times = [group.temporal_ids or [NO_TIME] * len(group.slices) for group in groups]

@@ -66,7 +66,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
-        """Return sizes for tests: three layers, folded after the second, and a table of 7 x 7 positions."""
+        """Return sizes for tests: three layers, a fold after the second, and a table of 7 x 7 positions."""
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
         sizes |= {"image_size": 98, "patch_size": 14, "insert_layer_id": 1, "out_hidden_size": 56}
         return cls(**sizes | changes)
@@ -86,17 +86,17 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 class FoldMetadata(NaVitMetadata):
     """The plan of the earlier versions' tower plus the patch order; after the fold, segments are a quarter as long."""
 
-    order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the patch row at each position
+    order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the index of the patch row at each position
     folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # `groups` after the fold, for sdpa
 
     @property
     def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
+        """Return a one-line description for tables."""
         return f"{len(self.cu_seqlens) - 1} slices"
 
 
 class MiniCPMV4_6Encoder(NaVitSiglip):
-    """Patch rows of slices in, embeddings of the language model's width out."""
+    """The encoder, which turns the patch rows of slices into embeddings."""
 
     config_class = MiniCPMV4_6VisionConfig
     config: MiniCPMV4_6VisionConfig
@@ -117,7 +117,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return checked
 
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
-        """Return the (patch rows, output tokens, slices) of one item."""
+        """Return an item's numbers of (patch rows, output tokens, slices)."""
         sizes = [size for group in layout for size in group.slices]
         patches = sum(h * w for h, w in sizes)
         return patches, patches // self.block_size, len(sizes)
@@ -142,8 +142,8 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:  # type: ignore[override]
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
-        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the backend.
-        Raises ValueError if the rows do not match the plan, and TypeError if their dtype is not floating point.
+        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the
+        backend. Raises ValueError if the rows do not match the plan, and TypeError if they are not floats.
         """
         rows_NC, metadata, backend = self.inputs(pixel_values, layouts, metadata, attention)
         segments: Segments = metadata
@@ -156,11 +156,11 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.merger(self.post_layernorm(x_NE))
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
-        """Return the (N,) patch rows before the fold; the fold turns every four consecutive rows into one."""
+        """Return the indices (N,) of the patch rows before the fold, which turns every four of these rows into one."""
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
-        """Return a plan large enough for any batch within these limits, with all patches in one slice."""
+        """Return a plan with all patches in one slice, large enough for any batch within these limits."""
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),
@@ -186,7 +186,7 @@ class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
 
 
 class WindowMerger(nn.Module):
-    """Attention in windows of four rows, then an MLP on the four concatenated rows, with their mean added."""
+    """Attention in windows of four rows, then an MLP on the four concatenated rows, plus the mean of the four rows."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -222,7 +222,7 @@ class Merger(nn.Module):
 
 
 def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
-    """Return a patch order, (h * w,) int64, in which each token's patches are contiguous, in windows of 2 x 2.
+    """Return an order of patches, (h * w,) int64, in which each token's patches are contiguous, window by window.
 
     >>> fold_order(2, 4, folds=False).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]

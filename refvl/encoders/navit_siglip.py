@@ -8,10 +8,10 @@
        | post_layernorm   LayerNorm
     (N, E)
 
-Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated, and
-`cu_seqlens` contains the start of each slice. `encode` works on this form; `forward` accepts and returns the padded
-form (see `refvl.encoders.slice_layouts`). The table entry of a patch depends only on sizes, so the plan contains it;
-`encode` does not read values back and does not branch on tensors.
+Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated,
+and `cu_seqlens` contains the start of each slice. `encode` accepts concatenated slices; `forward` accepts
+and returns the padded form (see `refvl.encoders.slice_layouts`). A patch's index in the table depends only
+on sizes, so the plan contains it; `encode` neither reads values back nor branches on tensors.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
@@ -64,13 +64,13 @@ class NaVitSiglipConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NaVitMetadata(Segments):
-    """The inputs of `encode` other than the pixels; segments are slices."""
+    """The inputs of `encode` other than the pixels; each segment is a slice."""
 
-    positions: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, entries of the position table
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, indices into the position table
 
 
 class NaVitSiglip(Tower):
-    """The tower: strips of patches in, one vector per patch out, as in the released code (`docs/differences.md`)."""
+    """The tower, which returns one vector per patch, as the released code does (`docs/differences.md`)."""
 
     config_class = NaVitSiglipConfig
 
@@ -93,11 +93,11 @@ class NaVitSiglip(Tower):
         return self.encoder["layers"].children()
 
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
         tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2).
-        position_sizes: the (h, w) that the position table uses for each slice (default: tgt_sizes). Raises ValueError
-        if the numbers of patches in tgt_sizes and position_sizes differ.
+        position_sizes: the (h, w) that the position table uses for each slice (default: tgt_sizes).
+        Raises ValueError if tgt_sizes and position_sizes differ in patches per slice.
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -113,7 +113,7 @@ class NaVitSiglip(Tower):
         return to_device(NaVitMetadata(**segments, positions=positions), self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Return a plan large enough for any batch within these limits: one slice contains all patches."""
+        """Return a plan with all patches in one slice, large enough for any batch within these limits."""
         positions = torch.zeros(max_patches, dtype=torch.long)
         return to_device(NaVitMetadata(**segment_capacity(max_patches, max_slices), positions=positions), self.device)
 
@@ -137,19 +137,19 @@ class NaVitSiglip(Tower):
         """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into
         `encoder.layers.0.self_attn.q.weight`, a part of `qkv`.
 
-        Drop the prefix `vision_model.` from the name.
+        Also drop the prefix `vision_model.`.
         """
         name = re.sub(r"^(vpm|vision_model)\.", "", name)
         return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the patch embedding in checkpoints."""
+        """Return the checkpoint shape of the patch embedding's kernel."""
         return {"embeddings.patch_embedding.weight": self.config.patch_kernel}
 
     @property
     def unused(self) -> str:
-        """Skip SigLIP's pooling head, and the dropped last layer."""
+        """A pattern for the names of SigLIP's pooling head and a dropped last layer."""
         last = rf"|encoder\.layers\.{self.config.num_hidden_layers - 1}\." if self.drop_last_layer else ""
         return rf"((vpm|vision_model)\.)?(head\.{last})"
 
@@ -197,11 +197,11 @@ class MLP(nn.Module):
 
 
 def place_in_table(h: int, w: int, side: int) -> Tensor:
-    """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its entry in a side x side table.
+    """Return (h * w,) int64: for each patch of an h x w slice, in row-major order, its index in a side x side table.
 
     Row r of the slice uses the row of the table in which the fraction r / h lies. As in the
-    released code, 1 / h is rounded to float32, so a fraction on a bound may fall below it. For
-    example, patch row 5 of 25 uses row 13 of 70, not 14.
+    released code, 1 / h is rounded to float32, so a fraction on a bound may fall below the
+    bound. For example, row 5 of 25 uses table row 13 of 70, not 14.
     """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     fractions = (torch.arange(0, 1 - 1e-6, float(1 / torch.tensor(n))) for n in (h, w))

@@ -11,9 +11,9 @@
        | [reverse_index]  back to row-major order
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes (permutation,
-positions, segment lengths) into `VisionMetadata`. `forward` does not read values back and does not branch on tensors.
-The input checks, device, backends and weight names are defined in `GridEncoder` and `Tower`.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes
+(permutation, positions, segment lengths) into `VisionMetadata`. `forward` neither reads values back nor
+branches on tensors. `GridEncoder` and `Tower` define the input checks, device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
@@ -79,12 +79,12 @@ class VisionMetadata(GridMetadata):
 
     @property
     def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
+        """Return a one-line description for tables."""
         return f"{len(self.cu_window_seqlens) - 1} windows, {len(self.cu_seqlens) - 1} frames"
 
 
 class Qwen2_5_VisionTransformer(GridEncoder):
-    """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
+    """The tower, which computes the same embeddings as transformers' tower with the same weights."""
 
     config_class = Qwen2_5_VisionConfig
     config: Qwen2_5_VisionConfig
@@ -97,10 +97,10 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         self.merger = PatchMerger(config)
 
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
-        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        the grids.
+        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan`
+        also accepts tensors, and checks the grids.
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         frames = [h * w for t, h, w in grids for _ in range(t)]  # the number of patches in each frame
@@ -123,9 +123,9 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
-        backend; a capture requests a backend with static shapes. In float16, the last blocks can overflow (see
-        `clamp_overflow`).
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`.
+        `attention` overrides the tower's backend; a graph capture requests static shapes. In
+        float16, the last blocks can overflow (see `clamp_overflow`).
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
@@ -142,8 +142,8 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        Windows are filled one after the other. `max_window_count` limits their number; a window contains at most the
-        tokens of its square, and a frame may contain all tokens.
+        Windows are filled one after another, and `max_window_count` limits the number of windows. A
+        window contains at most the tokens of its square; a frame may contain all tokens.
         """
         side = self.config.window_side
         windows = max_window_count(max_tokens, min(max_frames, max_tokens), side)
@@ -157,7 +157,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         return to_device(metadata, self.device)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the patch rows in window order."""
+        """Return the indices of the patch rows in window order."""
         [rows] = super().block_rows(metadata)
         return [rows.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)]
 
@@ -224,9 +224,9 @@ class PatchMerger(nn.Module):
 def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp the float16 rows in which a value has overflowed; the limit is finfo.max - 1000.
 
-    Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so values
-    within 1000 of the limit depend on the rest of the batch. In this function, a value depends
-    only on its own row. The function does not branch on the tensor, so a graph can capture it.
+    Upstream (`cast_overflow_tensors`) clamps all rows if one row has overflowed, so a value above
+    the limit depends on the rest of the batch. In this function, a value depends only on its own
+    row. The function does not branch on the tensor, so a graph can capture the function.
     """
     bound = torch.finfo(x_NE.dtype).max - 1000
     overflowed_N1 = ~x_NE.isfinite().all(-1, keepdim=True)

@@ -10,16 +10,16 @@
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
     rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
-DeepStack: the tower's last features become the embeddings of the language model. The language model also adds the
-features of k earlier blocks to the hidden states of the same tokens; it adds the i-th features after its layer i. All
-features of a token form one wide row, so pruning, graphs, sharding and files treat it like any other row. `split`
-separates them again.
+DeepStack: the tower's last features become the embeddings of the language model. The language
+model also adds the features of k earlier blocks to the hidden states of the same tokens, the
+i-th features after its layer i. All features of a token form one wide row, so pruning, graphs,
+sharding and files treat this row like any other row. `split` separates the features.
 
 The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on
-sizes into `TableMetadata`. `forward` does not read values back and does not branch on tensors.
-The plan also contains the values sampled from the table, which depend on the grid and on the
-weights. The attention module is that of Qwen2.5-VL's tower. The input checks, device, backends
-and weight names are defined in `GridEncoder` and `Tower`.
+sizes into `TableMetadata`. `forward` neither reads values back nor branches on tensors. The
+plan also contains the values sampled from the table, which depend on the grid and on the
+weights. The attention module is that of Qwen2.5-VL's tower. `GridEncoder` and `Tower` define
+the input checks, device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).
@@ -59,7 +59,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     out_hidden_size: int = 4096
-    num_position_embeddings: int = 2304  # the position table has S * S entries
+    num_position_embeddings: int = 2304  # the number of entries in the position table, S * S
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
     norm_eps: float = 1e-6
 
@@ -73,7 +73,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":
-        """Return a small config for tests and figures: four blocks, two with a merger, and 6 x 6 positions."""
+        """Return a small config for tests and figures: four blocks, two DeepStack mergers, and 6 x 6 positions."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96,
             num_position_embeddings=36, deepstack_visual_indexes=(1, 2),
@@ -81,7 +81,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 class Qwen3VLVisionTransformer(GridEncoder):
-    """The tower: patch rows in, wide rows out; equal to transformers' tower on the same weights."""
+    """The tower, which turns patch rows into wide rows, as transformers' tower does with the same weights."""
 
     config_class = Qwen3VLVisionConfig
     config: Qwen3VLVisionConfig
@@ -98,10 +98,10 @@ class Qwen3VLVisionTransformer(GridEncoder):
         )
 
     def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
-        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches; images and videos may be mixed. `plan` also accepts tensors, and checks
-        the grids. The position table, in contrast, is sampled on its own device.
+        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan` also
+        accepts tensors, and checks the grids. Only the position table is sampled on the tower's device.
         """
         table, m = self.pos_embed.weight, self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bilinear", align_corners=True)
@@ -111,9 +111,9 @@ class Qwen3VLVisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, W) wide rows, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the tower's
-        backend; a capture requests a backend with static shapes. Raises ValueError if the rows do not match the plan,
-        and TypeError if their dtype is not floating point.
+        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        overrides the tower's backend; a graph capture requests static shapes. Raises ValueError if
+        the rows do not match the plan, and TypeError if they are not floats.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
@@ -196,6 +196,6 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 
 class Qwen3_5VisionTransformer(Qwen3VLVisionTransformer):
-    """Patch rows in, embeddings out: the tower of Qwen3-VL with k = 0."""
+    """The tower of Qwen3-VL without DeepStack (k = 0)."""
 
     config_class = Qwen3_5VisionConfig

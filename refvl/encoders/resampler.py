@@ -11,10 +11,10 @@
     Resampler2_5   only keys have positions: sines and cosines of row and column                        (2.5, 2.6, 4.0)
     Resampler4_5   the same plus time; the frames of a group share a set of queries                      (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand. This file uses a formula
-without a size limit, so a grid of 4 x 227, or a frame two hours into a video, needs no special
-case. `resample` works on concatenated slices, without padded keys; `forward` accepts the padded
-form of `refvl.encoders.slice_layouts`. `Resampler2` has its own file.
+Upstream stores tables of sines and cosines and enlarges them on demand. This file uses a
+formula without a size limit, so a grid of 4 x 227, or a frame two hours into a video, needs no
+special case. `resample` works on concatenated slices, without padded keys; `forward` accepts
+the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a separate file.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -40,14 +40,14 @@ from refvl.positions.tables import sincos, sincos_frequencies
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetMetadata:
-    """The patches of each set of queries; in a captured graph, the integers are constants, so they are capacities."""
+    """The patches of each set of queries; in a captured graph, the integers are constants and serve as capacities."""
 
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
-    cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
-    cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
+    cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, in tokens
+    cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, in patches
     set_groups: tuple | None = field(metadata={"pad": "empty"})  # groups of sets of equal lengths; only for sdpa
     max_seqlen_q: int  # Q
-    max_seqlen_k: int  # the largest number of patches that a set of queries has
+    max_seqlen_k: int  # the largest number of patches of any set of queries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ class TemporalResamplerMetadata(ResamplerMetadata):
 
 
 class Resampler(Tower):
-    """The base of all versions: every set of queries attends to its own patches."""
+    """The base class of all versions: every set of queries attends to its own patches."""
 
     def __init__(
         self, num_queries: int, embed_dim: int, num_heads: int, kv_dim: int | None = None, max_size=None, *,
@@ -104,7 +104,7 @@ class Resampler(Tower):
         return as_sizes(layouts, name)
 
     def plan_sets(self, patches_per_set: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of `SetMetadata` without the positions: the patches of each set of queries."""
+        """Return all fields of `SetMetadata` except the positions, from the number of patches of each set."""
         cu_seqlens_q = cumulative_lengths([self.num_queries] * len(patches_per_set))
         cu_seqlens_k = cumulative_lengths(patches_per_set)
         needs_groups = self.backend() == "sdpa"
@@ -140,7 +140,7 @@ class Resampler2_5(Resampler):
     """The resampler of MiniCPM-V 2.5, 2.6 and 4.0: keys contain the sines and cosines of their row and column."""
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
+        """Compute the plan on the CPU, and move it to the resampler's device.
 
         layouts: the (h, w) of each slice.
         """
@@ -150,7 +150,7 @@ class Resampler2_5(Resampler):
         return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
-        """Return a plan large enough for any batch of this many patches and sets: one set attends to all patches."""
+        """Return a plan in which one set attends to all patches, large enough for any batch within these limits."""
         plan, unused = self.plan([(1, max_patches)]), max_sets - 1
         return replace(
             plan,
@@ -160,7 +160,7 @@ class Resampler2_5(Resampler):
         )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add sines and cosines, (N, D): half of the channels encode the column and half the row, as in `sincos_2d`."""
+        """Return x_ND plus sines and cosines of the column (first half of the channels) and row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
@@ -173,15 +173,15 @@ class Resampler4_5(Resampler2_5):
     """The resampler of MiniCPM-V 4.5: keys also encode time, and the frames of a group share a set of queries."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """Build as `Resampler2_5` does; max_temporal_size, upstream's initial table size, is unused."""
+        """Build the modules of `Resampler2_5`; max_temporal_size, upstream's initial table size, is unused."""
         super().__init__(*args, **kwargs)
 
     def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
         """Plan slices of (h, w) patches each, in groups.
 
-        temporal_ids: one list per group, with one id per slice; -1 or None means no time. A group shares one set of
-        queries, unless all of its ids are -1; then each slice has its own set. A flat tensor of ids forms no groups;
-        None means that slices have no times.
+        temporal_ids: one list per group, with one id per slice; -1 or None means no time. A
+        group shares one set of queries; if all of its ids are -1, each slice has its own set. A
+        flat tensor contains one group per id; None means that no slice has a time.
         """
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
@@ -211,7 +211,7 @@ class Resampler4_5(Resampler2_5):
         return to_device(metadata, self.device)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add the encodings of row, column and, if there is one, time, (N, D)."""
+        """Return x_ND plus the encodings of row, column and, if a patch has one, time."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
@@ -273,7 +273,7 @@ def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Group segments for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
+    """Return the indices of (queries (G, S), keys (G, T)) for each distinct pair of segment lengths.
 
     Segments without queries or without keys are omitted.
     """

@@ -29,7 +29,7 @@ class FixedGridMetadata(SetMetadata):
 class Resampler2(Resampler):
     """The resampler of MiniCPM-V 2.0: a fixed grid of queries, in which queries and keys have positions."""
 
-    unused = r"(resampler\.)?pos_embed$"  # not loaded, because a formula computes it
+    unused = r"(resampler\.)?pos_embed$"  # not loaded, because a formula computes the positions
 
     def __init__(self, grid_size: int, embed_dim: int, num_heads: int, kv_dim: int | None = None, **options):
         """Build the modules. grid_size: G, for Q = G * G queries. The other arguments are those of `Resampler`."""
@@ -37,7 +37,7 @@ class Resampler2(Resampler):
         self.grid_size = grid_size
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
-        """Compute everything that depends on sizes on the CPU, and move it to the resampler's device.
+        """Compute the plan on the CPU, and move it to the resampler's device.
 
         layouts: the (h, w) of each slice.
         """

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # in bytes, for every tensor in a packed plan
 
 
 def send_plan(plan: Any, device: torch.device) -> Any:
-    """Return a plan with every tensor in it on `device`. Tensors on the CPU are sent to a GPU in one copy."""
+    """Return a plan with all of its tensors on `device`; tensors on the CPU are sent to a GPU in one copy."""
     if device.type != "cuda":
         return _map_tensors(plan, lambda x: x.to(device))
     there: list[Tensor] = []
@@ -47,7 +47,7 @@ def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a plan, or a part of one, with each of its tensors replaced, in the order of the fields."""
+    """Return a plan, or a part of one, with `change` applied to each tensor, in the order of the fields."""
     if isinstance(plan, Tensor):
         return change(plan)
     if isinstance(plan, tuple):

@@ -11,10 +11,10 @@
     (N, E)
 
 This tower is SigLIP without a class token and without the attention pool. Apart from the exact
-GELU, the layers are those of `NaVitSiglip`, and timm's weight names are mapped to the names in that
-class. A plan contains the table resized to the grid, as in `refvl.encoders.glm4v`, so it becomes
-stale when the table changes. `encode` accepts patch rows of images of different sizes; `forward`
-accepts images of one size.
+GELU, the layers are those of `NaVitSiglip`, and timm's weight names are mapped to the names in
+that class. A plan contains the table resized to the grid, as in `refvl.encoders.glm4v`, so a
+plan becomes stale when the table changes. `encode` accepts patch rows of images of different
+sizes; `forward` accepts images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -77,12 +77,12 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
 
 class SiglipViT(NaVitSiglip):
-    """The tower: pixels in, one vector per patch out; equal to timm's tower on the same weights."""
+    """The tower, which computes the same vector for each patch as timm's tower with the same weights."""
 
     config_class = SiglipViTConfig
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
-        """Compute everything that depends on sizes for images of (h, w) patches each; positions are (N, E) vectors."""
+        """Plan images of (h, w) patches each; in this plan, `positions` contains (N, E) vectors."""
         table = self.get_parameter(TABLE)
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
@@ -120,5 +120,5 @@ class SiglipViT(NaVitSiglip):
 
     @property
     def unused(self) -> str:
-        """Skip SigLIP's attention pool, and the dropped last block."""
+        """A pattern for the names of SigLIP's attention pool and a dropped last block."""
         return r"(vpm\.)?(attn_pool\." + rf"|blocks\.{self.config.depth - 1}\." * self.drop_last_layer + ")"

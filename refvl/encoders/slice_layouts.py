@@ -1,11 +1,11 @@
 """Support for direct calls to MiniCPM-V's parts: layout checks, and slices in a padded batch.
 
-Layouts are normalised and made hashable, or an error describes the problem. A processor's layouts are valid, so `chat`
-skips these checks.
+The checks return normalised, hashable layouts, or raise an error. A processor's layouts are
+valid, so `chat` skips these checks.
 
-Encoders never pad: their slices are concatenated. `encode_strips` and `resample_slices` accept upstream's padded form,
-in which each slice of a batch is padded to the length of the longest. The padding of a slice is never read, so its
-values are arbitrary; the padding in results is zero.
+Encoders never pad, because they concatenate slices. `encode_strips` and `resample_slices` accept
+upstream's padded form, in which each slice of a batch is padded to the length of the longest slice.
+The padding of inputs is never read, so it may have any values; the padding of results is zero.
 
 Shape suffixes: B slices, L patches of the longest slice, N patches of all slices, C values of a patch, E the tower's
 width, Q queries, D the language model's width.
@@ -23,11 +23,11 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
-    """Return one tuple of `SliceGroup`s per item; a bare (h, w) forms its own group.
+    """Return one tuple of `SliceGroup`s per item; a bare (h, w) becomes a group of one slice.
 
-    reads_times: whether the version uses the times of frames. Raises TypeError for values of the wrong type. Raises
-    ValueError for an item or group without slices, for a slice without patches, and for temporal ids that do not cover
-    every slice. Versions that do not use times raise ValueError if times are given.
+    reads_times: whether the version uses the times of frames. Raises TypeError for values of the wrong
+    type. Raises ValueError for an item or group without slices, for a slice without patches, and for
+    temporal ids that do not cover every slice. If reads_times is False, times also raise ValueError.
     """
     checked = []
     for i, layout in enumerate(as_sequence(layouts, name)):
@@ -57,10 +57,10 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
 
 
 def as_temporal_groups(temporal_ids, num_slices: int, name: str = "temporal_ids") -> list[list[int]]:
-    """Return one list of ids per group, with -1 for None.
+    """Return one list of ids per group, with -1 in place of None.
 
-    A flat tensor of ids, one per slice, forms no groups; None means separate slices without times. Raises ValueError
-    for ids that are not integers from -1 on, an empty group, or ids that do not cover every slice once.
+    In a flat tensor, each id is a separate group; None means separate slices without times. Raises ValueError for
+    ids that are not integers of at least -1, for an empty group, or for ids that do not cover every slice once.
     """
     if temporal_ids is None:
         return [[NO_TIME]] * num_slices
@@ -104,7 +104,7 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 
 
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-    """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer rows."""
+    """Concatenate the first `lengths[b]` rows of each padded[b], (L, ...); raise ValueError if L is smaller."""
     if any(length > padded.shape[1] for length in lengths):
         raise ValueError(f"tgt_sizes: expected at most {padded.shape[1]} patches per slice of {name}, got {[*lengths]}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])

@@ -13,10 +13,10 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. Squares do
-not attend to each other. `plan(layouts)` computes the indices of the patch rows of each size, and each size runs as one
-stack. The embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
-(`SquarePath`). `Tower` defines device, backends and weight names.
+An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes.
+Squares do not attend to each other. `plan(layouts)` computes the indices of the patch rows of each size, and
+all squares of one size run as one stack. The embeddings are returned in the order of the prompt, crops first.
+`paths` contains the two stacks for graphs (`SquarePath`). `Tower` defines device, backends and weight names.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
 H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
@@ -132,7 +132,7 @@ class VisionMetadata:
 
     @property
     def summary(self) -> str:
-        """Return a one-line description of the plan, for tables."""
+        """Return a one-line description for tables."""
         crops = len(self.local_rows) // math.isqrt(len(self.local_position_embeds)) ** 2
         overviews = len(self.global_rows) // math.isqrt(len(self.global_position_embeds)) ** 2
         return f"{crops} crops, {overviews} overviews"
@@ -154,7 +154,7 @@ class Step3VisionEncoder(Tower):
         self.prepare_squares()
 
     def prepare_squares(self) -> None:
-        """Derive the sizes of both kinds of square; the convolutions get channels-last weights, like their input."""
+        """Set the sizes of crops and overviews, and store the convolutions' weights channels-last, like the input."""
         for convolution in (self.vit_downsampler, self.vit_downsampler2):
             convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         config = self.config
@@ -163,11 +163,11 @@ class Step3VisionEncoder(Tower):
         self.patch_values = config.patch_values  # the number of values in a row, C * P * P
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
-        """Compute the patch rows of each stack and the final token order on the CPU; move them to the encoder's device.
+        """Compute the row indices of each stack and the token order on the CPU; move both to the encoder's device.
 
-        The position table, in contrast, is resized on its own device. The plan contains values computed from the
-        current weights, so plan again after loading new weights. layouts: (rows, columns) of crops per image; `plan`
-        also accepts tensors, and checks the layouts.
+        Only the position table is resized on the encoder's device. The plan contains values
+        computed from the current weights, so plan again after loading new weights. layouts: the
+        (rows, columns) of each image's crops; `plan` also accepts tensors, and checks the layouts.
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
@@ -189,10 +189,10 @@ class Step3VisionEncoder(Tower):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode squares (B, C, S, S) as (B, M, D), or patch rows of images (N, C*P*P) as (M, D), with images in order.
 
-        An image's rows are the patches of its crops in order, then those of the overview, each in row-major order. Its
-        embeddings have the same order. With patch rows, pass `layouts` to plan in this call, or the `metadata` of an
-        earlier `plan`. `attention` overrides the encoder's backend. Raises ValueError if the rows do not match the
-        plan, and TypeError if their dtype is not floating point.
+        An image's rows are the patches of its crops in order, then those of the overview, each in row-major
+        order; the image's embeddings have the same order. With patch rows, pass `layouts` to plan in this
+        call, or the `metadata` of an earlier `plan`. `attention` overrides the encoder's backend. Raises
+        ValueError if the rows do not match the plan, and TypeError if they are not floats.
         """
         if pixel_values.ndim == 4:
             check_pixel_rows(pixel_values, ("B", self.config.num_channels, "S", "S"))
@@ -214,7 +214,7 @@ class Step3VisionEncoder(Tower):
         for rows, position_embeds in stacks:
             if len(rows):
                 embeds.append(self.encode_stack(pixel_values[rows], position_embeds, attention=attention).flatten(0, 1))
-        return torch.cat(embeds)[metadata.order]  # reorders all crops, then all overviews, into the order of the images
+        return torch.cat(embeds)[metadata.order]  # sorts the tokens (all crops, then all overviews) by image
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """Encode (B * n^2, C*P*P) rows of squares, with (1 + n^2, E) positions, into (B, M, D); read no value back."""
@@ -225,7 +225,7 @@ class Step3VisionEncoder(Tower):
         return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, squares) of one image."""
+        """Return the numbers of (rows, output tokens, squares) of an image."""
         rows, columns = layout
         crops = rows * columns
         patches = crops * self.crop_side**2 + self.image_side**2
@@ -254,7 +254,7 @@ class Step3VisionEncoder(Tower):
         }
 
     def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
-        """Return (squares, n, n) of an image on each path; None for a path without squares."""
+        """Return an image's layout (squares, n, n) on each path; None for a path without squares."""
         crops = (layout.crops, self.crop_side, self.crop_side)
         return {"local": crops if layout.crops else None, "global": (1, self.image_side, self.image_side)}
 
@@ -264,13 +264,13 @@ class Step3VisionEncoder(Tower):
         return self.vision_model.transformer["layers"].children()
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the (N,) patch rows of crops, then of overviews; -1 marks the class tokens before each square."""
+        """Return the patch-row indices (N,) of crops, then of overviews; -1 marks each square's class tokens."""
         local_Bn = metadata.local_rows.view(-1, self.crop_side**2)
         global_Bn = metadata.global_rows.view(-1, self.image_side**2)
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
-        """Drop a leading `model.`; the rest of a name is the module's parameter name."""
+        """Return the parameter's name: `name` without a leading `model.`."""
         return name.removeprefix("model.")
 
     @property
@@ -287,14 +287,14 @@ class StackMetadata:
 
 
 class SquarePath:
-    """The stack of crops or of overviews, as an encoder that `refvl.graphs` packs and captures on its own.
+    """The stack of crops or of overviews, as an encoder that `refvl.graphs` packs and captures separately.
 
-    A layout is (squares, n, n), in patches. All squares of a path have the same size, so padding consists of whole
-    squares, to which no other square attends.
+    A layout is (number of squares, n, n), with n in patches. All squares of a path have the
+    same size, so padding consists of whole squares, to which no other square attends.
     """
 
     def __init__(self, encoder: Step3VisionEncoder, side: int, tokens: int):
-        """Wrap one stack. side: the patches along a side of a square; tokens: the output tokens of a square."""
+        """Wrap one stack. side: the number of patches along a square's side; tokens: a square's output tokens."""
         self.encoder, self.side, self.tokens = encoder, side, tokens
 
     @property
@@ -307,16 +307,16 @@ class SquarePath:
 
     @property
     def graph_attention(self) -> str:
-        """The backend for graph capture: "varlen" if it can run, otherwise "sdpa": equal segments need no mask."""
+        """The backend for graph capture: "varlen" if available, otherwise "sdpa", as equal segments need no mask."""
         return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
 
     def item_size(self, layout: Grid) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, squares) of `layout`."""
+        """Return the numbers of (rows, output tokens, squares) of `layout`."""
         squares, h, w = layout
         return squares * h * w, squares * self.tokens, squares
 
     def plan(self, layouts: Sequence[Grid]) -> StackMetadata:
-        """Return one square's positions under the current weights; they are the same for every batch."""
+        """Return the positions of one square, from the current weights; every batch has the same positions."""
         return StackMetadata(self.encoder.position_embeds(self.side))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
@@ -412,7 +412,7 @@ class VisionMLP(nn.Module):
 
 
 def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
-    """Resize (1 + S*S, E) to (1 + side*side, E): keep the class token's row, and resize the others like an image.
+    """Resize (1 + S*S, E) to (1 + side*side, E): keep the class token's entry, and resize the others like an image.
 
     The resize is bicubic with antialiasing, in float32. Upstream: `get_abs_pos`.
     """

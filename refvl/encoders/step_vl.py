@@ -87,7 +87,7 @@ class StepVLVisionConfig(Step3VisionConfig):
 
 
 class StepVLEncoder(Step3VisionEncoder):
-    """The encoder: squares in, embeddings of the language model's width out."""
+    """The encoder, which turns squares into embeddings of the language model's width."""
 
     config_class = StepVLVisionConfig
     config: StepVLVisionConfig
@@ -113,11 +113,11 @@ class StepVLEncoder(Step3VisionEncoder):
         return self.vision_model.layers
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the (N,) patch rows of all crops, then of all overviews."""
+        """Return the indices (N,) of the patch rows of all crops, then of all overviews."""
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
     def split_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Reorder the rows of a released q, k, v: a head's rotary pair becomes (i, i + K/2) instead of (2i, 2i + 1)."""
+        """Reorder the rows of released q and k, so that dimensions (i, i + K/2) form a pair instead of (2i, 2i + 1)."""
         order = torch.arange(3 * self.config.hidden_size).view(3, self.config.num_heads, -1)
         order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # q and k are reordered; v is not rotated
         for name, tensor in pairs:
@@ -153,7 +153,7 @@ class PerceptionEncoder(nn.Module):
         x_BTE = self.pre_layernorm(patches_NE.unflatten(0, (-1, len(position_embeds))) + position_embeds)
         B, T, _ = x_BTE.shape
         device, side = x_BTE.device, math.isqrt(T)
-        segments = equal_segments(B, T, device)  # segments and angles depend on the shape, so graphs can capture them
+        segments = equal_segments(B, T, device)  # both depend only on the shape, so graphs can capture them
         column_row = torch.cartesian_prod(*[torch.arange(side, device=device)] * 2).flip(1).repeat(B, 1)
         rotary = rotary_factors(*rotary_cos_sin(column_row, rotary_frequencies(self.head_dim, device=device)))
         x_NE = x_BTE.flatten(0, 1)

@@ -21,16 +21,16 @@ MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forward passes,
 
 
 class Tower(nn.Module):
-    """The base of all encoders: patch rows in, embeddings out.
+    """The base class of all encoders, which turn patch rows into embeddings.
 
-    Subclasses add the modules, `plan` and the computation.
+    Subclasses add the modules, `plan_checked` and `forward`.
     """
 
     config_class: ClassVar[Any]
     config: Any  # an instance of config_class
-    # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
+    # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid layouts
     check_layouts: Any
-    block_size: Any  # patches per token, if it is a constant
+    block_size: Any  # patches per token, if the number is constant
     patch_values: Any  # the number of values in a patch row
     plan_checked: Any  # (layouts) -> the plan for layouts that are already checked, such as a processor's
 
@@ -71,7 +71,7 @@ class Tower(nn.Module):
 
     @property
     def graph_attention(self) -> str:
-        """A backend for graph capture: its shapes do not depend on the lengths of the segments."""
+        """The backend for graph capture; its tensor shapes do not depend on segment lengths."""
         return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.head_dim) else "masked"
 
     def backend(self, attention: str | None = None, device: torch.device | None = None) -> str:
@@ -80,10 +80,10 @@ class Tower(nn.Module):
         return choose_backend(attention or self.attention, device or weight.device, weight.dtype, self.head_dim)
 
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
-        """Check and complete the inputs of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
+        """Return the checked inputs of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
 
-        If only `grid_thw` is passed, a plan is made from it. Raises ValueError if the rows do not match the plan, and
-        TypeError if their dtype is not floating point.
+        If metadata is None, the method plans `grid_thw`. Raises ValueError if the rows do not
+        match the plan, and TypeError if they are not floats.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: pass exactly one of the layouts (grid_thw) and metadata")
@@ -94,18 +94,18 @@ class Tower(nn.Module):
         return pixel_values.to(next(self.parameters())), metadata, self.backend(attention)
 
     def plan(self, layouts) -> Any:
-        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
+        """Compute the plan on the CPU, and move it to the tower's device.
 
         Raises ValueError before memory is allocated if there are more patches than one plan allows (`check_plan`).
         """
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """Return the patch row at each input position (-1 for none), for each pass through the blocks in a forward."""
+        """Return the patch row's index at each input position (-1: none), as one tensor per pass through the blocks."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
     def item_size(self, layout: Any) -> tuple[int, int, int]:
-        """Return (patch rows, output tokens, frames) of one item; here, of a grid of (t, h, w) patches."""
+        """Return the numbers of (patch rows, output tokens, frames) of an item, here a grid (t, h, w) of patches."""
         t, h, w = layout
         return t * h * w, t * h * w // self.block_size, t
 
@@ -116,8 +116,8 @@ class Tower(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        `split_weights` changes the tensors, and `rename` the names; q, k and v may be fused or separate. Names that
-        match `unused` are skipped. Raises one ValueError that lists all other mismatches (see `load_strict`).
+        `split_weights` changes the tensors, and `rename` changes the names; q, k and v may be fused or separate. Names
+        that match `unused` are skipped. Raises one ValueError that lists all other mismatches (see `load_strict`).
         """
         pairs = self.split_weights(weights.items() if isinstance(weights, Mapping) else weights)
         return load_strict(self, pairs, rename=self.rename, kernels=self.kernels, skip=self.unused)
@@ -154,7 +154,7 @@ def to_device(plan: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerPlan:
-    """The items of each forward, the tokens of each item, and the encoder's plan for each forward."""
+    """The items of each forward pass, the number of tokens of each item, and the plan of each forward pass."""
 
     groups: list[list[int]]
     tokens: list[int]
@@ -163,7 +163,7 @@ class EagerPlan:
 
 
 def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
-    """Plan forwards of consecutive items, with at most MAX_PATCHES_PER_FORWARD patches or a single item each."""
+    """Plan forward passes over consecutive items, each with at most MAX_PATCHES_PER_FORWARD patches or one item."""
     sizes = [encoder.item_size(layout) for layout in layouts]
     groups, rows = list[list[int]](), 0
     for i, (patches, _, _) in enumerate(sizes):
@@ -179,8 +179,8 @@ def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
 def encode_eagerly(
     encoder: Any, rows: Sequence[Levels | Tensor], plan: EagerPlan, *, progress: bool = True
 ) -> list[Tensor]:
-    """Return (M, W) per item. Rows are copied to the encoder's device just before their forward
-    pass.
+    """Return the embeddings (M, W) of each item. Rows are copied to the encoder's device just
+    before the forward pass.
     """
     embeds = list[Tensor]()
     bar = tqdm(plan.groups, desc="encode", disable=not progress or len(plan.groups) < 2, leave=False)

@@ -23,7 +23,7 @@ from refvl.checks import check_shape
 
 @dataclass(frozen=True)
 class VisionEncoderInfo:
-    """A tower that resizes every image to one square, so all images have the same number of tokens, one per patch."""
+    """The sizes of a tower that resizes every image to one square, so all images have the same number of tokens."""
 
     image_size: int  # in pixels: the side of the square; for Pixtral, the limit of the longer side
     patch_size: int  # the side in pixels of the square that becomes one token
@@ -35,7 +35,7 @@ class VisionEncoderInfo:
         return cls(hf_config.vision_config.image_size, hf_config.vision_config.patch_size)
 
     def get_image_size(self) -> int:
-        """Return the number of pixels along a side of an image."""
+        """Return the number of pixels along a side of a resized image."""
         return self.image_size
 
     def get_patch_size(self) -> int:
@@ -57,17 +57,17 @@ class VisionEncoderInfo:
 
 
 class SiglipEncoderInfo(VisionEncoderInfo):
-    """SigLIP: patches only."""
+    """SigLIP's sizes, without a class token."""
 
 
 class CLIPEncoderInfo(VisionEncoderInfo):
-    """CLIP: a class token, then patches."""
+    """CLIP's sizes; a class token precedes the patches."""
 
     class_tokens = 1
 
 
 class PixtralHFEncoderInfo(VisionEncoderInfo):
-    """Pixtral: images keep their aspect ratio; a model that merges patches (Mistral 3) has larger tokens.
+    """The sizes of Pixtral, which keeps aspect ratios; a model that merges patches (Mistral 3) has larger tokens.
 
     A longer side above image_size is scaled down to image_size; then both sides are rounded up to whole tokens.
     """
@@ -103,7 +103,7 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the fastest backend of `refvl.attention` for a tower."""
+    """Return the fastest backend of `refvl.attention` for such a tower."""
     return available_backends(device, dtype, head_size)[0]
 
 
@@ -131,8 +131,8 @@ def resolve_visual_encoder_outputs(
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
-    max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index is the
-    second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1 instead.
+    max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index selects
+    the second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1 instead.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for missing layers.
     A negative index beyond the loaded layers selects an earlier one, as in upstream.

@@ -42,7 +42,7 @@ def load_strict(
         targets |= zip(parts[whole], stored[whole].chunk(3), strict=True)
     pending = {name for names in parts.values() for name in names}  # parameters without values so far
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
-    pairs: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter (or a part of it) and the tensor that fills it
+    pairs: list[tuple[Tensor, Tensor]] = []  # each parameter (or a part of one) and the tensor that fills it
     for checkpoint_name, tensor in weights:
         if re.match(skip, checkpoint_name):
             continue
@@ -82,7 +82,7 @@ def config_values(
 ) -> dict:
     """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
-    For the config of a whole model, its `vision_config` is used. activation: the tower's activation (None: not
+    If `config` is a whole model's, its `vision_config` is used. activation: the tower's activation (None: not
     checked); raises ValueError if `hidden_act` requires a different one. aliases: alternative names of fields.
     """
     values = config_dict(config)

@@ -4,7 +4,7 @@
     patch_rows, unpatchify            pixels -> rows in merge-block order, and back
     smart_resize, count_tokens        sizes alone, without touching a pixel
 
-The steps themselves trust their arguments, except `plan_grid`, which checks them.
+The steps themselves trust their arguments, but `plan_grid` checks the aspect ratio.
 """
 
 import math
@@ -23,9 +23,9 @@ from refvl.pixels.patches import PatchConfig, cut_rows, fit_budget, levels_of_fr
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
-    """Return the (height, width) to resize to: multiples of `factor` within the pixel budget, at nearly the same ratio.
+    """Return the resized (height, width): multiples of `factor` within the pixel budget, at nearly the same ratio.
 
-    Larger images are rounded down and smaller ones up, so the area stays within the budget. A thin image may exceed
+    Sides are rounded down if the image is too large, and up if it is too small for the budget. A thin image may exceed
     max_pixels, because no side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
@@ -61,7 +61,7 @@ def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """Cut (T, C, H, W) into (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order (see `cut_rows`).
+    """Cut pixels (T, C, H, W) into (patches (N, C*Tp*P*P), (t, h, w)), with rows in the order of `cut_rows`.
 
     Raises ValueError if H or W is not a multiple of P * m.
     """

@@ -30,7 +30,7 @@ from refvl.pixels.patches import check_aspect_ratio, check_preprocessing, known_
 # an image with a side below MIN_SIDE and an aspect ratio above THIN_RATIO is padded to a square
 MIN_SIDE, THIN_RATIO = 32, 4
 SQUARE_RATIO = 1.5  # up to this ratio, a small image needs only the overview
-SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets its own window
+SPARE_REMAINDER = 0.2  # a remainder above this fraction of a window gets a separate window
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """The numbers of rows and columns of an image's crops, or (0, 0) if there are none.
+    """The numbers of rows and columns of an image's crops, or (0, 0) if there are no crops.
 
-    The overview is always added.
+    Every image also has an overview.
     """
 
     rows: int
@@ -108,7 +108,7 @@ class CropLayout(NamedTuple):
 
     @property
     def newline_mask(self) -> tuple[bool, ...]:
-        """For each crop, whether a newline token follows it. Upstream: `patch_newline_mask`."""
+        """A flag for each crop: whether a newline token follows the crop. Upstream: `patch_newline_mask`."""
         return tuple((i + 1) % self.columns == 0 and i + 1 < self.crops for i in range(self.crops))
 
 
@@ -121,26 +121,26 @@ class CropPlan:
 
     padded: tuple[int, int]
     resized: tuple[int, int]  # the size of the image that becomes the overview
-    window: int  # the side of the windows on the canvas; 0 if there are none
+    window: int  # the side of the windows on the canvas; 0 if there are no crops
     canvas: tuple[int, int]  # the size of the image that the windows are cut from
     layout: CropLayout
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int]]:
-        """(left, top, right, bottom) of each window on the canvas, row by row.
+        """The (left, top, right, bottom) of each window on the canvas, row by row.
 
-        Windows may extend beyond a canvas that is lower than a window.
+        A window may extend beyond a canvas that is smaller on one side.
         """
         side, (rows, columns) = self.window, self.layout
         return [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(columns)]
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise the (rows, columns) of crops, one pair per image; (0, 0) means no crops.
+    """Return the (rows, columns) of each image's crops as `CropLayout`s; (0, 0) means no crops.
 
-    layouts: a sequence, or a tensor (images, 2).
+    layouts: a sequence of pairs, or a tensor (images, 2).
 
-    Raises TypeError for the wrong type, and ValueError for negative numbers or for rows without columns.
+    Raises TypeError for a wrong type, and ValueError for negative numbers or if only one of rows and columns is 0.
     """
     pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
     for i, pair in enumerate(pairs):
@@ -150,7 +150,7 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
-    """Count the tokens of an image in the prompt: every crop and the overview have a special token on each side.
+    """Count an image's tokens in the prompt, with newlines and a special token on each side of every crop and overview.
 
     >>> count_prompt_tokens(CropLayout(2, 2))
     504
@@ -159,9 +159,9 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan how an image of this size in pixels is cut. Sizes are truncated in floating point, as in upstream.
+    """Plan how an image of width x height pixels is cut. Sizes are truncated in floating point, as upstream.
 
-    Raises ValueError for an aspect ratio above 200: a thinner image would become a huge square, or hundreds of crops.
+    Raises ValueError for an aspect ratio above 200: such an image would become a huge square, or hundreds of crops.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
@@ -198,10 +198,10 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def count_windows(side: int, window: int) -> int:
-    """Count the windows along a side: all whole windows, plus one for a large remainder, and at least one.
+    """Count the windows along a side: all whole windows, plus one for a large remainder, but at least one.
 
-    The remainder is compared in floating point, as in upstream: 330 / 150 leaves slightly more than 0.2, so there is
-    one window more than exact arithmetic gives. Prompts then agree with those in the training data.
+    The remainder is compared in floating point, as in upstream: 330 / 150 leaves slightly more than 0.2, so
+    there is one window more than in exact arithmetic. The prompts then agree with those of the training data.
     """
     whole = side // window
     remainder = side / window - whole
@@ -233,7 +233,7 @@ def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED)
 def patchify_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """Return (patch rows, layout) of an image that came from `load_image`.
 
-    rows: (N, C*P*P) float32 of all crops, then of the overview.
+    The rows, (N, C*P*P) float32, are those of all crops, then of the overview.
     """
     overview, crops, plan = cut_crops(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]

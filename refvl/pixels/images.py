@@ -1,8 +1,8 @@
 """Convert an image from disk or memory to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
-Pillow decodes. This file makes the choices that Pillow leaves open: the orientation, the background
-of transparent pixels, the conversion of 16 bits and of floats to 8 bits, and the limits on decoding
-(`MediaLimits`).
+Pillow decodes images. This file makes the choices that Pillow leaves open: the orientation, the
+background of transparent pixels, the conversion of 16-bit and float values to 8 bits, and the
+limits on decoding (`MediaLimits`).
 """
 
 import os
@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from refvl.paths import data
 
-_TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) -> the operation
+_TO_UPRIGHT = {  # EXIF orientation (how the camera was held; 1: upright) -> the operation that corrects it
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
@@ -27,42 +27,42 @@ _TO_UPRIGHT = {  # the EXIF orientation (how the camera was held; 1 is upright) 
 class MediaLimits:
     """Limits on decoding, checked before memory is allocated; you can raise each limit.
 
-    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and
-    raises an error above twice as many. To go beyond that, raise both limits.
+    Pillow has a separate limit, `PIL.Image.MAX_IMAGE_PIXELS`. Pillow warns above 89 million
+    pixels and raises an error above twice as many; to go beyond that, raise both limits.
     """
 
-    max_image_pixels: int = 2**26  # width x height of an image or frame in a file: 8192 x 8192 takes 201 MB as RGB
-    max_video_bytes: int = 2**31  # the bytes of the frames kept from a video, 3 per pixel
+    max_image_pixels: int = 2**26  # the limit for one image or frame in a file; 8192 x 8192 RGB pixels take 201 MB
+    max_video_bytes: int = 2**31  # the limit for all frames sampled from a video, at 3 bytes per pixel
 
 
 LIMITS = MediaLimits()
 
 
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
-    """Return one image as a PIL image in RGB mode; its `.info["source"]` names the file it came from.
+    """Return an image as a PIL image in RGB mode; the result's `.info["source"]` names the source file.
 
     source: a path, or the name of a shipped image; a PIL image; an array or a tensor (H, W), (H, W,
     1 | 3 | 4) or (1 | 3 | 4, H, W) of uint8, uint16, integers in [0, 255], floats in [0, 1], or
-    booleans (True is white). limits: limits on reading from a file; arrays have no limit.
+    booleans (True is white). limits: the limits for files; images in memory are not limited.
 
     The EXIF rotation is applied; an unreadable EXIF block is ignored, as in other tools.
-    Transparent pixels are blended onto white, as transformers 5.23 does; 5.17 drops the alpha
-    channel and shows the colours stored in transparent pixels. An animation is read as its first
-    frame.
+    Transparent pixels are blended onto white, as in transformers 5.23; version 5.17 drops the
+    alpha channel and shows the colours stored in transparent pixels. Only the first frame of an
+    animation is read.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode "I"
-    does not record how many bits its integers have. In a PNG or PPM file, they have 16 bits. In
-    other files, they are read as 8-bit values if none is above 255, and as 16-bit values otherwise.
-    Mode "F" contains floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would turn most of it white). Pillow's mode
+    "I" does not record the number of bits. In a PNG or PPM file, grey levels in this mode have
+    16 bits; in other files, they are read as 8-bit values if none is above 255, and as 16-bit
+    values otherwise. Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
-    source. Raises ValueError, with the name of the file and the reason, for a file that Pillow
-    cannot decode. Also raises ValueError for an image that is empty or larger than `limits`,
-    and for an array of a different shape, dtype or range.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for an unsupported
+    type of source. Raises ValueError, with the name of the file and the reason, for a file that
+    Pillow cannot decode. Also raises ValueError for an image that is empty or exceeds `limits`,
+    and for an array of an unsupported shape, dtype or range.
     """
     origin = ""
     if is_path := isinstance(source, (str, os.PathLike)):
-        # anything but a file must be a shipped image's name: URLs, folders, and pipes, which would block, are refused
+        # a path that is not a file must be a shipped image's name; URLs, folders and blocking pipes are refused
         source = source if os.path.isfile(source) else data(source, kind="image")
         origin = os.fspath(source)
     elif isinstance(source, Image.Image):
@@ -81,7 +81,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
 
 def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
-    """Decode an opened image, upright and RGB. Raises ValueError if it is empty or larger than `limits`."""
+    """Decode an opened image into upright RGB. Raises ValueError if the image is empty or exceeds `limits`."""
     if image.format == "EPS":
         raise ValueError("an EPS file is a program, which Pillow would run in Ghostscript; convert it")
     pixels = image.width * image.height
@@ -90,10 +90,10 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
         most = f"max_image_pixels={limits.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
         raise ValueError(f"it has {image.width} x {image.height} pixels; a file may have 1 to {most}")
     if "RGB;16B" in str(getattr(image, "tile", "")) and "transparency" in image.info:
-        image = image.copy()  # of 16 bits, pixels keep the upper 8, but the key keeps all
+        image = image.copy()  # Pillow keeps 8 bits of each pixel, but 16 of the transparent colour
         image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
     rotation = None
-    with suppress(Exception):  # the EXIF block may be damaged in any way; the pixels are intact
+    with suppress(Exception):  # a damaged EXIF block may raise any error, but the pixels are intact
         rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if image.mode.startswith("I") or image.mode == "F":  # grey with more than 8 bits
         image = Image.fromarray(as_uint8(grey_levels(image)))
@@ -104,23 +104,23 @@ def to_rgb(image: Image.Image, limits: MediaLimits = LIMITS) -> Image.Image:
 
 
 def resize(image: Image.Image, height: int, width: int, resampling=Image.Resampling.BICUBIC) -> Image.Image:
-    """Resize an 8-bit image with Pillow, first its width, then its height.
+    """Resize an 8-bit image with Pillow: first the width, then the height.
 
-    Pillow rounds and clips to 8 bits between the two passes, so their order changes the result.
-    Pillow 13.0 runs the vertical pass first if the height shrinks by more than twice as many pixels
-    as the width. Up to Pillow 12, and in torchvision, the horizontal pass runs first, so the
-    released models were trained on these pixels. Two calls with one pass each give them under any
-    version.
+    Pillow rounds and clips to 8 bits between the two passes, so the order of the passes changes
+    the result. Pillow 13.0 runs the vertical pass first if the height shrinks by more than
+    twice as many pixels as the width. Up to version 12, Pillow runs the horizontal pass first,
+    as torchvision does, so the released models were trained on that order. Two calls with one
+    pass each keep this order under any version.
     """
     across = image.resize((width, image.height), resampling)
     return across.resize((width, height), resampling)
 
 
 def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
-    """Return a tensor or array as (H, W) or (H, W, 3 | 4); the channels may come first.
+    """Return an array (H, W) or (H, W, 3 | 4) for a tensor or array whose channels may come first.
 
-    If the first and the last size could both count channels, the first one does in a tensor, and
-    the last one does in an array.
+    If both the first and the last dimension could be the channels, the first is taken for a
+    tensor, and the last for an array.
     """
     array: Any = source
     if isinstance(source, torch.Tensor):
@@ -136,7 +136,7 @@ def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
 
 
 def grey_levels(image: Image.Image) -> np.ndarray:
-    """Return an image in mode "I" as 8-bit or 16-bit values (see `load_image`); other wide modes keep their dtype.
+    """Return an image's grey levels: 8-bit or 16-bit for mode "I" (see `load_image`), otherwise in the mode's dtype.
 
     The grey level that a PNG file marks as transparent becomes white.
     """
@@ -150,9 +150,9 @@ def grey_levels(image: Image.Image) -> np.ndarray:
 
 
 def as_uint8(array: np.ndarray) -> np.ndarray:
-    """Return integers in [0, 255] unchanged; divide uint16 by 257, multiply floats and booleans by 255, and round.
+    """Convert to uint8: keep integers in [0, 255], divide uint16 by 257, or multiply floats and booleans by 255.
 
-    Floats must be in [0, 1].
+    Results are rounded. Floats must be in [0, 1].
     """
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)

@@ -3,14 +3,14 @@
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-PyAV decodes. This file makes the choices that PyAV leaves open: which frames of a video are
-sampled, when each frame is shown, which side is up, and how much may be decoded (`MediaLimits`).
-The steps for a file:
+PyAV decodes videos. This file makes the choices that PyAV leaves open: which frames are
+sampled, when each frame is shown, which side is up, and how much may be decoded
+(`MediaLimits`). A file passes through these steps:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode
     forward -> stack
 
-The file is decoded forward once, without seeking, and only the sampled frames are kept.
+The file is decoded forward, without seeking, and only the sampled frames are kept in memory.
 """
 
 import math
@@ -30,11 +30,11 @@ from refvl.paths import data
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
 
 DEFAULT_FPS = 2.0
-PART = ("video_start", "video_end")  # keys of a message part: only frames between these times are sampled
+PART = ("video_start", "video_end")  # keys of a message part that limit sampling to the frames between two times
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
-_OPENING: Any = {  # titles may be in any encoding; without a protocol, a playlist cannot open other files
+_OPENING: Any = {  # titles may be in any encoding; if no protocol is allowed, a playlist cannot open other files
     "metadata_errors": "replace", "options": {"protocol_whitelist": "none"},
 }  # fmt: skip
 
@@ -45,12 +45,12 @@ class Video:
 
     frames: np.ndarray = field(repr=False)  # (T, H, W, 3) uint8
     fps: float  # the rate of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
-    source_fps: float  # the rate of the file; if it varies, the average total_num_frames / duration
+    source_fps: float  # the file's frame rate; if the rate varies, the average, total_num_frames / duration
     indices: tuple[int, ...]  # the indices of the sampled frames, out of total_num_frames
     total_num_frames: int
     duration: float  # the length of the whole video in seconds
     seconds: tuple[float, ...] | None = None  # times of the sampled frames if the rate varies; None: index / source_fps
-    source: str = ""  # the file that contains the video
+    source: str = ""  # the file's path; empty for frames in memory
 
     @property
     def timestamps(self) -> list[float]:
@@ -59,7 +59,7 @@ class Video:
 
 
 def is_video(item: object) -> bool:
-    """Return whether a media item is a video: by a path's suffix, as a list of frames, or as an array of frames."""
+    """Return whether a media item is a video: a path with a video's suffix, a Video, or a list or array of frames."""
     if isinstance(item, (str, os.PathLike)):
         return Path(item).suffix.lower() in VIDEO_SUFFIXES
     return isinstance(item, (Video, list, tuple)) or getattr(item, "ndim", 3) == 4
@@ -75,17 +75,17 @@ def sample_frame_indices(
     max_frames: int = 768,
     temporal_patch_size: int = 2,
 ) -> list[int]:
-    """Return the indices of the sampled frames: evenly spaced, `fps` per second (default 2), or `num_frames` in total.
+    """Return evenly spaced indices of the frames to sample: `fps` per second (default 2), or `num_frames` in total.
 
-    The number is clamped to [min_frames, max_frames], then rounded down to a multiple of
-    temporal_patch_size (num_frames is rounded to the nearest multiple). Frame i is `i * total //
+    With `fps`, the number is clamped to [min_frames, max_frames] and rounded down to a multiple of
+    temporal_patch_size; `num_frames` is rounded to the nearest multiple. Index i is `i * total //
     number`. This is the rule of transformers' `Qwen2VLVideoProcessor.sample_frames`, which computes
     the indices in floating point. In transformers, some lengths give one index past the end (61
-    frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video
-    shorter than temporal_patch_size keeps its frames; in transformers, it raises an error.
+    frames at num_frames=14), and beyond 16,000 frames some indices are too large by one. A video of
+    fewer than temporal_patch_size frames keeps them all; transformers raises an error.
 
-    Raises ValueError if both fps and num_frames are given, or if more frames are requested than
-    exist. Raises TypeError if a limit is not an integer.
+    Raises ValueError if both fps and num_frames are given, or if num_frames exceeds the number
+    of frames. Raises TypeError if a limit is not an integer.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
@@ -128,23 +128,23 @@ def load_video(
     metadata), with keys as in `with_times`; or a Video, which is returned unchanged. The
     sampling arguments are those of `sample_frame_indices`. Frames in memory are treated as
     already sampled, at `fps` per second (default 2), unless source_fps sets their recorded rate
-    or num_frames sets the number to sample. For a file, source_fps overrides its times. sample:
-    a function that replaces the sampling rule for a file; it maps (total_num_frames,
-    source_fps) to increasing indices. video_start, video_end: the seconds of a file between
-    which frames are sampled, as if the file had no other frames; the frames keep their times in
-    the file. limits: the limits on decoding. Memory grows with the number of frames that are
-    kept, not with the length of the video.
+    or num_frames sets the number to sample. For a file, source_fps overrides the file's times.
+    sample: a function that replaces the sampling rule for a file; it maps (total_num_frames,
+    source_fps) to increasing indices. video_start, video_end: the times in seconds between
+    which a file's frames are sampled, as if the file had no others; the frames keep their times
+    in the file. limits: the limits on decoding. Memory use grows with the number of sampled
+    frames, not with the length of the video.
 
-    The times of a file are those of its packets. If these times equal index / rate (within one tick
-    of the file's clock), the header's rate is used. If the rate varies, the rule samples at the
-    average rate, source_fps, and the timestamps of the selected frames are exact. The rotation or
-    mirroring in a file's display matrix, as written by phones, is applied (transformers' PyAV
-    reader ignores it).
+    A file's frame times come from its packets. If each time equals index / rate within one tick
+    of the file's clock, the header's rate is used. If the rate varies, frames are sampled by
+    the average rate, source_fps, and keep their exact timestamps. Phones store a rotation or
+    mirroring in a file's display matrix; `load_video` applies it, while transformers' PyAV
+    reader ignores it.
 
-    Raises FileNotFoundError for a path that is not a file, and TypeError for any other type of
-    source. Raises ValueError, with the name of the file and the reason, for a file that PyAV cannot
-    decode, that ends before its header says (MP4, AVI), or that is larger than `limits`. Also
-    raises ValueError for frames of unequal size.
+    Raises FileNotFoundError for a path that is not a file, and TypeError for an unsupported
+    type of source. Raises ValueError, with the name of the file and the reason, for a file that
+    PyAV cannot decode, that is shorter than its header states (MP4, AVI), or that exceeds
+    `limits`. Also raises ValueError for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
@@ -152,7 +152,7 @@ def load_video(
         source_fps = check_positive(source_fps, "source_fps")
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, os.PathLike)):
-        # anything but a file must be a shipped video's name: URLs, folders, and pipes, which would block, are refused
+        # a path that is not a file must be a shipped video's name; URLs, folders and blocking pipes are refused
         source = source if os.path.isfile(source) else data(source, kind="video")
         part = partial(_sample_part, sample or rule, video_start, video_end)
         return _read_file(os.fspath(source), part, source_fps, limits)
@@ -172,10 +172,10 @@ def load_video(
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The frames of a file as its packets list them, before any frame is decoded."""
+    """The number and times of a file's frames, read from its packets, without decoding."""
 
     total: int  # the number of frames that are shown
-    rate: float  # frames per second; the average if it varies
+    rate: float  # frames per second; an average if the rate varies
     tick: float  # the unit of the file's clock, in seconds
     # the tick of the first frame if the rate varies; None: frame i is shown at i / rate
     start: int | None = None
@@ -183,7 +183,7 @@ class Listing:
 
 def _sample_part(sample: Callable, start: float, end: float, total: int, rate: float) -> tuple[list[int], float]:
     """Return the indices of the frames that `sample` selects between two times in seconds, and
-    their frame rate.
+    the rate of these frames.
 
     Upstream: `calculate_video_frame_range` of qwen-vl-utils.
     """
@@ -195,9 +195,9 @@ def _sample_part(sample: Callable, start: float, end: float, total: int, rate: f
 
 
 def _read_file(name: str, sample: Callable, source_fps: float | None, limits: MediaLimits) -> Video:
-    """Read the frames of a file that `sample` selects, as `_sample_part` does.
+    """Read the frames that `sample` selects from a file.
 
-    source_fps: a rate that overrides the file's own times.
+    sample: a function (total, rate) -> (indices, their rate). source_fps: a rate that replaces the file's times.
     """
     with _opened(name) as container:
         listing = _list_frames(container, name, limits)
@@ -223,7 +223,7 @@ def _read_file(name: str, sample: Callable, source_fps: float | None, limits: Me
 @contextmanager
 def _opened(name: str) -> Iterator[Any]:
     """Open a video file. Raises ValueError with the file's name if PyAV fails in the `with` block."""
-    import av  # imported here because its libraries load slowly
+    import av  # imported here because PyAV's libraries load slowly
 
     try:
         with open(name, "rb") as file, av.open(file, **_OPENING) as container:
@@ -233,7 +233,7 @@ def _opened(name: str) -> Iterator[Any]:
 
 
 def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
-    """Count the frames that an opened file shows, and find their times, from the file's packets and header."""
+    """Return the number and times of the frames that an opened file shows, from the file's packets and header."""
     if not container.streams.video or container.streams.video[0].codec_context is None:
         raise ValueError(f"video: {name} has no video stream that can be decoded")
     stream = container.streams.video[0]
@@ -271,20 +271,20 @@ def _is_shown(packet, codec: str) -> bool:
 
     Counting packets without a shown frame would shift all later frames in time.
 
-    Packets may be empty, and an edit list hides some of them. VP8 has hidden frames, to which other
-    frames refer.
+    Some packets are empty, and an edit list may hide others. VP8 also has hidden frames, to
+    which other frames refer.
     """
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
 
 def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
-    """Return whether frame i is shown at i / rate, within the resolution of the file's clock. times: ticks, sorted."""
+    """Return whether every frame i is shown at i / rate, to the precision of the file's clock. times: sorted ticks."""
     late = (times - times[0]) * tick - np.arange(len(times)) / rate
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
 
 def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> tuple[np.ndarray, list[int | None], int]:
-    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and
+    """Return the upright frames (T, H, W, 3) uint8 at increasing `indices`, their ticks, and
     the number of decoded frames.
     """
     wanted = set(indices)
@@ -306,9 +306,9 @@ def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> t
 def upright(image: np.ndarray, matrix) -> np.ndarray:
     """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
 
-    matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d
-    y). Scale and offset are not applied, and an oblique angle counts as the nearest quarter turn.
-    FFmpeg's programs do the same with their transpose, hflip and vflip filters.
+    matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], which maps (x, y) to (a x + c y, b x + d
+    y). The scale and offset are ignored, and an oblique angle is rounded to the nearest quarter
+    turn. FFmpeg's programs do the same with the filters transpose, hflip and vflip.
     """
     if matrix is None:
         return image
@@ -319,7 +319,7 @@ def upright(image: np.ndarray, matrix) -> np.ndarray:
 
 
 def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: str, limits: MediaLimits) -> np.ndarray:
-    """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first
+    """Write a frame (H, W, 3) to index `place` of the array of all `count` frames; the first
     call allocates the array.
     """
     if place == 0:
@@ -339,11 +339,11 @@ def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_f
 
 
 def with_times(frames: np.ndarray, metadata: dict) -> Video:
-    """Return frames that were sampled elsewhere, with their times.
+    """Return frames that were sampled elsewhere as a Video with their times.
 
-    metadata: the keys of transformers' `VideoMetadata`, of which `fps` (the rate of the source),
-    `frames_indices` and `total_num_frames` are read. Without indices, the frames are the whole
-    source. If there are `timestamps`, in seconds, they are read instead.
+    metadata: a dict with keys of transformers' `VideoMetadata`: `fps` (the rate of the source),
+    `frames_indices` and `total_num_frames`. Without indices, the frames count as the whole
+    source. If the dict contains `timestamps`, in seconds, only these are read.
     """
     seconds = metadata.get("timestamps")
     times = metadata.get("frames_indices") if seconds is None else seconds
@@ -359,7 +359,7 @@ def with_times(frames: np.ndarray, metadata: dict) -> Video:
 
 
 def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
-    """Return frames in memory as one (T, H, W, 3) uint8 array; `load_video` lists the types that are accepted."""
+    """Return frames in memory as one (T, H, W, 3) uint8 array; `load_video` lists the accepted types."""
     if isinstance(frames, Video):
         return frames.frames
     if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):

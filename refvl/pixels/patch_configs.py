@@ -18,30 +18,30 @@ class Glm4vPatchConfig(PatchConfig):
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # in seconds; a longer video (GLM-4.1V) gets only the number of frames of this duration
+    max_duration: float = 300.0  # in seconds; GLM-4.1V takes no more frames from a longer video
 
     @property
     def max_image_tokens(self) -> int:
-        """The largest token count of an image, whose area counts as `temporal_patch_size` frames."""
+        """The largest token count of an image, which counts as `temporal_patch_size` frames."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Apply `smart_resize_video` to the frames after padding."""
+        """Return the size by `smart_resize_video` for the padded number of frames."""
         return smart_resize_video(
             self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
             min_pixels=self.min_pixels, max_pixels=self.max_pixels,
         )  # fmt: skip
 
     def frame_floor(self, num_frames: int) -> int:
-        """Return the smallest area of each frame; for one frame, the smallest area of an image."""
+        """Return the smallest allowed area of each frame, or of an image if num_frames is 1."""
         return math.ceil(self.min_pixels / self.padded(num_frames))
 
     def frame_budget(self, num_frames: int) -> int:
-        """Return the largest area of each frame; for one frame, the largest area of an image."""
+        """Return the largest allowed area of each frame, or of an image if num_frames is 1."""
         return self.max_pixels // self.padded(num_frames)
 
     def padded(self, num_frames: int) -> int:
-        """Return the number of frames rounded up to whole grid steps."""
+        """Return the number of frames after padding to whole grid steps."""
         return math.ceil(num_frames / self.temporal_patch_size) * self.temporal_patch_size
 
 
@@ -55,7 +55,7 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 
     @property
     def factor(self) -> int:
-        """The divisor of the resized image's sides."""
+        """The number of pixels that divides the resized sides."""
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
@@ -63,7 +63,7 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 class Qwen3VLPatchConfig(PatchConfig):
     """Qwen3-VL's rule for images.
 
-    The pixel budget comes from the released files, because transformers has no default.
+    The default pixel budget is that of the released files, because transformers has none.
     """
 
     patch_size: int = 16
@@ -84,15 +84,14 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
     """Qwen3-VL's rule for videos: budgets limit the area of all frames together; the defaults
     are `Qwen3VLVideoProcessor`'s.
 
-    With `cap_pixels_per_frame`, which is off unless the file sets it, `max_video_tokens` limits the tokens of one
-    frame.
+    If the file sets `cap_pixels_per_frame`, `max_video_tokens` limits the tokens of each frame.
     """
 
     min_pixels: int = 128 * 32 * 32
     max_pixels: int = 768 * 32 * 32
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return `smart_resize_video`; a single frame counts as a whole grid step, because it is padded to one."""
+        """Return the size by `smart_resize_video`; a single frame counts as a grid step, because it is padded."""
         frames = max(num_frames, self.temporal_patch_size)
         max_pixels = self.frame_budget(frames) * frames if self.cap_pixels_per_frame else self.max_pixels
         return smart_resize_video(
@@ -101,11 +100,11 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
         )  # fmt: skip
 
     def frame_floor(self, num_frames: int) -> int:
-        """Return the smallest area of each frame."""
+        """Return the smallest allowed area of each frame."""
         return math.ceil(self.min_pixels / num_frames)
 
     def frame_budget(self, num_frames: int) -> int:
-        """Return the maximum area of each frame in a video of `num_frames` frames."""
+        """Return the largest allowed area of each frame in a video of `num_frames` frames."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels // num_frames
         share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
@@ -128,8 +127,8 @@ def smart_resize_video(
     temporal_factor: the number of frames per grid step; the budgets count whole steps. Raises ValueError for an aspect
     ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
-    The areas differ from those in `fit_budget`. The budget is compared with the area of all frames, their number
-    rounded to whole grid steps. The scale is computed from the area of `num_frames` frames.
+    Unlike `fit_budget`, this function compares the budget with the area of all frames after rounding
+    their number to whole grid steps, but computes the scale from the area of `num_frames` frames.
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
     ((476, 644), (84, 140))

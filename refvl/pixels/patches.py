@@ -8,17 +8,17 @@
        | normalize    to [0, 1], then (x - mean) / std per channel; on a GPU after the rows have been copied there
     patches (N, C*Tp*P*P) float32
 
-P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
+P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. Grids are in patches.
 
 Images match the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit under
 Pillow 12; under Pillow 13.0, that backend resizes some images in a different order
 (`refvl.pixels.images.resize`). If torchvision is installed, transformers uses its torchvision
-backend, whose pixels `replace(config, resize="torchvision")` gives. Videos match the torchvision
-backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for videos. torchvision
-itself is not needed. The two backends round differently, so the values of an image and of a video
-with the same frame differ slightly.
+backend; `replace(config, resize="torchvision")` gives the same pixels. Videos match the
+torchvision backend (`Qwen2VLVideoProcessor`), because transformers has no other backend for
+videos. refvl does not need torchvision itself. The two backends round differently, so the
+values of an image and of a video with the same frame differ slightly.
 
-`refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
+`refvl.pixels.by_hand` offers the same steps for your own images and arrays, and checks arguments.
 """
 
 import math
@@ -57,14 +57,13 @@ RESIZED = ("resized_height", "resized_width")  # in a message part
 class PatchConfig:
     """The rule that turns pixels into patch rows.
 
-    The defaults are transformers' defaults for images; `for_video` returns those for a video.
+    The defaults are transformers' defaults for images; `for_video` uses the defaults for videos.
 
     Pixel budgets limit the area of an image or of one frame. `cap_pixels_per_frame` also limits
-    the sum over a video. Each frame gets an equal share of the pixels for 90 % of
-    `max_video_tokens` tokens, so a long video cannot exceed the context. Released checkpoints
-    allow the image budget, 16,384 tokens, for every frame. The reference implementation
-    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) does not unless it is
-    requested.
+    the total area of a video. Each frame then gets an equal share of the area of 90 % of
+    `max_video_tokens` tokens, so that a long video fits into the context. Released checkpoints
+    allow every frame the budget of an image, 16,384 tokens. The reference implementation
+    (qwen-vl-utils) applies the cap to every video, transformers (5.17 to 5.23) only on request.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, plus a limit on the whole video
@@ -81,10 +80,10 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # frames per second that are sampled from a video (see refvl.pixels.media)
+    fps: float = 2.0  # the number of frames sampled per second of a video (see refvl.pixels.media)
     min_frames: int = 4
     max_frames: int = 768
-    # or "torchvision": images are prepared as transformers does if torchvision is installed
+    # "pillow", or "torchvision" to prepare images as transformers does if torchvision is installed
     resize: str = "pillow"
 
     def __post_init__(self):
@@ -95,16 +94,16 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> Self:
-        """Return the config for a video: the defaults for videos, with `changes`."""
+        """Return the config for videos: the defaults for videos, overridden by `changes`."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     @classmethod
     def from_dict(cls, values: dict, kind: str = "image") -> Self:
-        """Read the contents of a preprocessor file; unknown keys are ignored, missing keys get the defaults of `kind`.
+        """Read a preprocessor file's contents; ignore unknown keys, and use the defaults of `kind` for missing ones.
 
-        The pixel budget may be given as `min_pixels` and `max_pixels`, at the top level or inside `size`. It may also
-        be given as the areas that `size` calls `shortest_edge` and `longest_edge`. Raises ValueError for settings that
-        are not supported.
+        The pixel budget may be given as `min_pixels` and `max_pixels`, at the top level or
+        inside `size`, or as the areas that `size` calls `shortest_edge` and `longest_edge`.
+        Raises ValueError for unsupported settings.
         """
         for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
             if values.get(name, wanted) not in (wanted, None):
@@ -119,9 +118,9 @@ class PatchConfig:
     def from_folder(cls, folder, kind: str = "image") -> Self:
         """Read the settings in a checkpoint folder; kind is "image" or "video".
 
-        As in transformers, the first source that exists is used: the section `image_processor` or `video_processor` of
-        processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json. Raises
-        FileNotFoundError if none exists, and ValueError if one cannot be read.
+        As in transformers, the first source that exists is used: the section `image_processor` or `video_processor`
+        of processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json.
+        Raises FileNotFoundError if no source exists, and ValueError if the source cannot be read.
         """
         names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
         if kind == "image":
@@ -137,7 +136,7 @@ class PatchConfig:
 
     @property
     def factor(self) -> int:
-        """The divisor of the resized image's sides; one merged token is factor x factor pixels."""
+        """The side of one merged token in pixels, which divides both sides of a resized image."""
         return self.patch_size * self.merge_size
 
     @property
@@ -158,11 +157,11 @@ class PatchConfig:
         return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
-        """Return the smallest area of a frame."""
+        """Return the smallest allowed area of a frame."""
         return self.min_pixels
 
     def frame_budget(self, num_frames: int) -> int:
-        """Return the largest area of a frame in a video of `num_frames` (before padding)."""
+        """Return the largest allowed area of a frame in a video of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
@@ -171,7 +170,7 @@ class PatchConfig:
 
 
 def check_preprocessing(config) -> None:
-    """Raise TypeError or ValueError unless sizes and divisors are positive, with one mean and std per channel."""
+    """Raise TypeError or ValueError unless sizes and divisors are positive and each channel has a mean and a std."""
     for setting in fields(config):
         value = getattr(config, setting.name)
         if setting.type is int:
@@ -198,9 +197,9 @@ def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dic
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Round both sides to multiples of `factor`; if the area is outside the budget, scale, then round into the budget.
+    """Return sides rounded to multiples of `factor`; if their area is outside the budget, scale the sides first.
 
-    Larger images are rounded down, and smaller images are rounded up. A thin image may exceed max_pixels, because no
+    Scaled sides are rounded down for large images and up for small ones. A thin image may exceed max_pixels, because no
     side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
     """
     check_aspect_ratio(height, width)
@@ -232,7 +231,7 @@ def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1)
 
 
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
-    """Resize and cut an image that came from `load_image`; rows are normalised later."""
+    """Resize an image from `load_image` and cut it into rows, which are normalised later."""
     if config.resize == "torchvision":
         return levels_of_frames(np.array(image)[None], config)
     resized = resize(image, *config.target_size(image.height, image.width))
@@ -242,10 +241,10 @@ def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", 
 
 
 def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> tuple["Levels", Grid]:
-    """Resize and cut frames that came from `as_frames`; rows are normalised later.
+    """Resize frames from `as_frames` and cut them into rows, which are normalised later.
 
-    num_frames: the number of frames in the whole video, which determines their size; required
-    if `frames` is only a part of them.
+    num_frames: the number of frames in the whole video, which determines the frame size;
+    required if `frames` is only a part.
     """
     given, height, width, _ = frames.shape
     pixels_TCHW = resize_frames(frames, config.target_size(height, width, num_frames or given))
@@ -255,7 +254,7 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
 
 def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """Resize (T, H, W, 3) uint8 to (T, 3, *size) uint8 in torch: bicubic, antialiased, and exact for 8-bit values."""
+    """Resize frames (T, H, W, 3) uint8 to (T, 3, *size) uint8 with torch's antialiased bicubic kernel for uint8."""
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
@@ -263,9 +262,9 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> Tensor:
 def fit(medium: Any, config: Any, sizes: dict) -> Any:
     """Resize an image or a Video to the size that its message requests; the checkpoint's rule is applied afterwards.
 
-    sizes: `min_pixels` and `max_pixels` of the image, or of each frame; or both sides of `RESIZED`, which are rounded
-    to whole tokens. Upstream: `fetch_image` and `fetch_video` of qwen-vl-utils, in which videos also have the budget of
-    `PatchConfig.for_video`.
+    sizes: `min_pixels` and `max_pixels` of the image, or of each frame; or both sides of
+    `RESIZED`, which are rounded to whole tokens. If no sides are given, a video also has the
+    budget of `PatchConfig.for_video`. Upstream: `fetch_image`, `fetch_video` (qwen-vl-utils).
     """
     if not isinstance(config, PatchConfig):
         raise ValueError(f"{', '.join(sizes)}: this model cuts images into slices; resize the image before you pass it")
@@ -284,15 +283,15 @@ def fit(medium: Any, config: Any, sizes: dict) -> Any:
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
-    """Cut (T, C, H, W) into (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
+    """Cut pixels (T, C, H, W) into (rows (N, C, Tp, P*P), (t, h, w)), with rows in merge-block order.
 
-    For each t, block row and block column, the m * m patches of the merge block follow. The order
-    within a row is channel, time, row, column. T is padded to a multiple of Tp by repeating the
-    last frame. H and W must be multiples of P * m.
+    Within each t, the merge blocks, and the m * m patches of each block, are in row-major
+    order. The order within a row is channel, time, row, column. T is padded to a multiple of Tp
+    by repeating the last frame. H and W must be multiples of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
-    if T == 1:  # this case needs no copy
+    if T == 1:  # repeating one frame needs no copy
         pixels = pixels.expand(Tp, -1, -1, -1)
     elif T % Tp:
         pixels = torch.cat([pixels, pixels[-1:].expand(-T % Tp, -1, -1, -1)])
@@ -310,22 +309,22 @@ class Levels:
 
     Why a table? A byte has only 256 levels, but a one-megapixel image has three million values. So
     `level_table` normalises each level of a channel once, and `normalize` looks up every value. The
-    result is bit-identical to that of transformers, which computes every value. The table takes a
-    third of the time on a CPU and needs no copies in float64. A GPU receives the bytes and looks up
-    the values itself, so only a quarter of the bytes of the float32 rows is copied. For a still
-    image, only an eighth is copied, because its single frame is repeated Tp = 2 times on the GPU.
+    result is bit-identical to that of transformers, which computes every value. On a CPU, the lookup
+    takes a third of the time of that computation and needs no copies in float64. A GPU receives the
+    bytes and looks up the values itself, so the copy is a quarter the size of the float32 rows. For a
+    still image, the copy is an eighth, because the GPU repeats the single frame Tp = 2 times.
     """
 
     values: Tensor = field(repr=False)  # (N, C, 1 or Tp, P*P) uint8
     table: Tensor = field(repr=False)  # (C, 256) float32: the normalised value of each level
-    frames: int = 1  # Tp
+    frames: int = 1  # Tp, the frames per patch row
 
     def __len__(self) -> int:
-        """Return N."""
+        """Return the number of patch rows."""
         return len(self.values)
 
     def normalize(self) -> Tensor:
-        """Return the encoder's rows, (N, C*Tp*P*P) float32."""
+        """Return the normalised patch rows, (N, C*Tp*P*P) float32."""
         N, C, _, values = self.values.shape
         rows = np.empty((N, C, self.frames, values), np.float32)
         for channel, of_level in enumerate(self.table.numpy()):  # "clip" skips the check of each index
@@ -334,7 +333,7 @@ class Levels:
 
 
 def level_table(config: Any, *, fused: bool = False) -> Tensor:
-    """Return (C, 256) float32: (x * rescale_factor - mean) / std for each level x of a channel.
+    """Return (C, 256) float32: (x * rescale_factor - mean) / std for each level x of each channel.
 
     config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
@@ -351,15 +350,15 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """One media item, patchified: the encoder's input and its source."""
+    """The patch rows of one media item, together with the item and its layout."""
 
     source: Image.Image | Video = field(repr=False)
-    rows: Levels | Tensor = field(repr=False)  # N patch rows, as a tensor if pixels are normalised before they are cut
+    rows: Levels | Tensor = field(repr=False)  # N patch rows; a tensor if the pixels are normalised before cutting
     # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     layout: Any
     media_tokens: Any  # a `MediaTokens`: the extents of the item as the language model sees them
 
     @cached_property
     def pixel_values(self) -> Tensor:
-        """The encoder's rows, (N, C*Tp*P*P) float32."""
+        """The normalised patch rows, (N, C*Tp*P*P) float32."""
         return self.rows if isinstance(self.rows, Tensor) else self.rows.normalize()

@@ -7,14 +7,14 @@
        | patchify_slices  cut into patches, [0, 255] -> (x / 255 - mean) / std
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
-P patch_size. Sizes in pixels are (width, height), as in Pillow and the checkpoints' own preprocessing; tgt_sizes
-count patches and are (height, width). A slice keeps the aspect ratio of its cell, so it is rarely a square, but its
-area stays near scale_resolution ** 2.
+P patch_size. Sizes in pixels are (width, height), as in Pillow and the checkpoints' own
+preprocessing; tgt_sizes count patches and are (height, width). A slice keeps the aspect ratio of
+its part of the image, so it is rarely a square, but its area stays near scale_resolution ** 2.
 
-The checkpoints' code arranges each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because the
-rows of different slices can be concatenated. Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`,
-and in transformers `MiniCPMV4_6ImageProcessorPil`, which rounds sides to four patches (`multiple`); versions 2.0 to 4.5
-round to one patch.
+The checkpoints' code arranges each slice as a strip, (3, P, L * P) for L patches. Here each
+patch is a row, so that the rows of slices can be concatenated. Paper: LLaVA-UHD, arXiv
+2403.11703. Upstream: `MiniCPMVImageProcessor` (2.0 to 4.5) rounds sides to whole patches;
+transformers' `MiniCPMV4_6ImageProcessorPil` rounds them to four patches (`multiple`).
 """
 
 import math
@@ -59,7 +59,7 @@ class SliceConfig:
     def from_dict(cls, values: dict) -> "SliceConfig":
         """Read the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError if slicing is switched off, because then an image of any size would reach the tower.
+        Raises ValueError if slicing is switched off, because an image of any size would then reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: expected True, the only supported value, got False")
@@ -77,10 +77,10 @@ class SliceConfig:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
-    """Slices that are encoded as one group: the (h, w) of each slice in patches, and their times in the video.
+    """A group of slices that are encoded together: the (h, w) of each slice in patches, and its time in the video.
 
-    temporal_ids: one id per slice, which is -1 for a slice of an image; None if all ids are -1. An item's layout is a
-    tuple of groups in the order of its rows.
+    temporal_ids: one id per slice, which is -1 for a slice of an image; None if all ids are -1.
+    An item's layout is a tuple of groups in the order of the item's rows.
     """
 
     slices: tuple[Size, ...]
@@ -111,16 +111,16 @@ class SlicePlan:
 
     @property
     def tgt_sizes(self) -> list[Size]:
-        """(height, width) in patches of the overview, then of every slice."""
+        """The (height, width), in patches, of the overview, then of every slice."""
         return [group.slices[0] for group in self.layout]
 
 
 def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """Return the sizes of the overview and the slices of an image of width x height pixels.
 
-    The overview and every slice are scaled to about the area of one square; only an image without slices may be
-    enlarged to that area. Raises ValueError for an aspect ratio above `config.max_aspect_ratio`. Upstream:
-    `find_best_resize`, `get_refine_size`.
+    The overview and every slice are scaled to an area of about scale_resolution ** 2, so a
+    small image is enlarged. Raises ValueError for an aspect ratio above
+    `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
     """
     grid = slice_grid(width, height, config)
     if max(width, height) > config.max_aspect_ratio * min(width, height):
@@ -157,7 +157,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def fit_area(width: int, height: int, config: SliceConfig) -> Size:
-    """Return sides of the same ratio with area scale_resolution ** 2, rounded to `multiple` patches, in pixels."""
+    """Return (width, height) of the same ratio and of area scale_resolution ** 2, rounded to `multiple` patches."""
     new_height = int(config.scale_resolution / math.sqrt(width / height))
     new_width = int(new_height * (width / height))
     P = config.patch_size * config.multiple
@@ -165,7 +165,7 @@ def fit_area(width: int, height: int, config: SliceConfig) -> Size:
 
 
 def slice_image(image: Image.Image, config: SliceConfig) -> list[Image.Image]:
-    """Cut an image that came from `load_image` into [overview, slices row by row]; errors as in `plan_slices`."""
+    """Cut an image from `load_image` into [overview, slices row by row]; raise the errors of `plan_slices`."""
     plan = plan_slices(*image.size, config)
     overview = resize(image, *reversed(plan.overview))
     if plan.grid is None or plan.cell is None:
@@ -180,13 +180,13 @@ def slice_image(image: Image.Image, config: SliceConfig) -> list[Image.Image]:
 def patchify_slices(image: Image.Image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
     """Return (patch rows, tgt_sizes) of an image that came from `load_image`.
 
-    The rows of all slices in order are (N, 3*P*P) float32.
+    The rows, (N, 3*P*P) float32, are those of all slices in order.
     """
     return levels_of_slices([image], config).normalize(), plan_slices(*image.size, config).tgt_sizes
 
 
 def levels_of_slices(images: Iterable[Image.Image], config: SliceConfig) -> Levels:
-    """Return the unnormalised rows of images that came from `load_image`, one after the other."""
+    """Return the unnormalised patch rows of images from `load_image`, image after image."""
     rows = list[Tensor]()
     for image in images:
         for part in slice_image(image, config):

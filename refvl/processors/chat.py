@@ -4,8 +4,8 @@
 
 Only the chat template writes special tokens. A caller's strings are text: `<|im_end|>` in a question does not end a
 turn, and `<|image_pad|>` is not an image. `render` inserts a flag, a character that occurs nowhere else, wherever a
-special token could begin in the caller's strings. `encode` removes the flags and tokenises the special tokens that
-begin there as plain text. A prompt without special tokens needs no flags and is tokenised unchanged.
+special token could begin in the caller's strings. `encode` removes the flags, and tokenises every special token
+that begins at a flag as plain text. If the caller's strings contain no special tokens, the prompt has no flags.
 """
 
 import os
@@ -30,25 +30,25 @@ PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an as
 
 
 class ChatProcessor:
-    """The path from a user's words to the models' tensors.
+    """The path from a prompt with media to the model's tensors.
 
-    A subclass adds its family's rule for sampling videos, and its layout if that is not a grid of patches.
+    A subclass adds the family's rule for sampling videos, and the family's layout unless that is a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
     limits: MediaLimits = LIMITS  # limits on decoding; `processor.limits = MediaLimits(...)` changes them
     image_config: Any  # the settings for preparing an image
     video_config: Any  # the settings for preparing a video; None if the model accepts no video
-    video_options: ClassVar[Collection[str]] = ()  # a message's sampling options, in addition to num_frames
-    sampler: ClassVar[Callable[..., Sequence[int]]]  # (total, source_fps, **options) -> the indices of frames
+    video_options: ClassVar[Collection[str]] = ()  # the sampling options of a message, in addition to num_frames
+    sampler: ClassVar[Callable[..., Sequence[int]]]  # (total, source_fps, **options) -> the sampled frames' indices
     timestamps_of: Callable[[Video], tuple[float, ...]]  # a video -> the time that the prompt states for each frame
     no_video: ClassVar[str]  # the error for a video if the model accepts none
-    # a description of the video sampling; empty if `video_config` contains all of it
+    # a description of the sampling rule; empty if `video_config` contains the whole rule
     clip_sampling: Any = ""
-    tokens_at_once: int = 1  # a number that divides every token count of the encoder
+    tokens_at_once: int = 1  # every token count of the encoder is a multiple of this number
     # True if the pixel limits are the defaults of the class because no file sets them
     assumed: bool = False
-    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
+    stop_token_ids: Sequence[int] = ()  # ids of tokens that end an answer, besides those in generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __repr__(self) -> str:
@@ -57,22 +57,22 @@ class ChatProcessor:
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor.
 
-        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor can only plan: it counts tokens but builds no prompts.
         """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
-        self.merge_size = config.vision_config.spatial_merge_size  # the side in patches of a merge block
+        self.merge_size = config.vision_config.spatial_merge_size  # the side of a merge block, in patches
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
             raise ValueError(f"merge_size: expected the tower's spatial_merge_size, {self.merge_size}, got {sizes}")
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
-        """Load tokenizer, chat template and preprocessing limits from a checkpoint folder.
+        """Build a processor from a folder's tokenizer, chat template and preprocessing limits.
 
-        Raises ValueError, naming the file or folder, if one is missing or cannot be read.
+        Raises FileNotFoundError if no file contains limits, and ValueError if a file cannot be read.
         """
         configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
         return cls(config, load_tokenizer(folder), *configs)
@@ -96,8 +96,8 @@ class ChatProcessor:
     def load_video(self, source, options: dict) -> Video:
         """Load a video: a file is sampled by `frame_indices`; frames in memory are treated as already sampled.
 
-        options: a message's sampling options, which override the checkpoint's. Raises ValueError for an option that the
-        family does not have, and if the model accepts no videos.
+        options: the sampling options of a message, which override the checkpoint's settings. Raises
+        ValueError for an option that the family does not support, and if the model accepts no videos.
         """
         if self.video_config is None:
             raise ValueError(self.no_video)
@@ -110,19 +110,19 @@ class ChatProcessor:
         return load_video(source, sample=partial(self.frame_indices, **options), **part, limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Return the frames to read from a file of `total` frames, at the checkpoint's rate and within its limits.
+        """Return the indices of the frames to read from a file of `total` frames, by the checkpoint's rate and limits.
 
-        options: the options of a message, which override the checkpoint's.
+        options: the sampling options of a message, which override the checkpoint's settings.
         """
         names = ("min_frames", "max_frames") if "num_frames" in options else self.video_options
         rule = {name: getattr(self.video_config, name) for name in names}
         return self.sampler(total, source_fps, **(rule | options))
 
     def patchify(self, media: Sequence[Image.Image | Video], *, pixels: bool = True) -> list[Patches]:
-        """Resize each media item and cut it into patch rows; with pixels=False, plan only their
-        layout.
+        """Resize each media item and cut it into patch rows; with pixels=False, only plan the
+        layouts.
 
-        Raises ValueError naming the item.
+        Raises ValueError, naming the item that cannot be cut.
         """
         patches = []
         for number, medium in enumerate(media, 1):
@@ -140,20 +140,20 @@ class ChatProcessor:
         return [patches.media_tokens for patches in self.patchify(media, pixels=False)]
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
-        """Return the layout of a decoded item, from its size: for this class, the grid (t, h, w) in patches."""
+        """Return the layout of a decoded item: in this class, the grid (t, h, w) in patches."""
         if isinstance(medium, Video):
             _, height, width, _ = medium.frames.shape
             return plan_grid(height, width, self.video_config, len(self.frames_read(medium)))
         return plan_grid(medium.height, medium.width, self.image_config)
 
     def rows_of(self, medium: Image.Image | Video) -> Levels | Tensor:
-        """Return the patch rows of a decoded item, not yet normalised, as `layout_of` arranges them."""
+        """Return the patch rows of a decoded item in the layout's order; here, unnormalised."""
         if isinstance(medium, Video):
             return levels_of_frames(medium.frames[self.frames_read(medium)], self.video_config)[0]
         return levels_of_image(medium, self.image_config)[0]
 
     def frames_read(self, video: Video) -> Any:
-        """Return the indices of a sampled video's frames that become patch rows: all of them."""
+        """Return the indices of the sampled frames that become patch rows: in this class, of all frames."""
         return range(len(video.frames))
 
     def extents_of(self, medium: Image.Image | Video, layout: Any) -> MediaTokens:
@@ -172,7 +172,7 @@ class ChatProcessor:
         return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """Yield (layout, patch rows) for consecutive parts of an item, one by one; their encodings can be concatenated.
+        """Yield (layout, patch rows) for consecutive parts of an item; the encodings of all parts can be concatenated.
 
         A part of a video has at most max_tokens tokens, or consists of a single grid step. An image is one part.
         """
@@ -247,9 +247,9 @@ class ChatProcessor:
         return ids
 
     def spell(self, token: str) -> list[int]:
-        """Return the ids of a special token's characters, as if there were no special tokens.
+        """Return the ids of a special token's text, tokenised as if there were no special tokens.
 
-        The result equals that of `split_special_tokens=True`, but that setting is part of the
+        The setting `split_special_tokens=True` gives the same ids, but it changes the shared
         tokenizer, so it would affect other threads.
         """
         backend = self.tokenizer.backend_tokenizer
@@ -264,14 +264,14 @@ class ChatProcessor:
 
     @cached_property
     def reserved_texts(self) -> list[str]:
-        """The strings that count as plain text if a caller writes them."""
+        """The texts of `reserved_ids`, which are plain text if a caller writes them."""
         added = self.tokenizer.added_tokens_decoder
         return [added[i].content for i in self.reserved_ids if i in added]
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
         """Return the text that the chat template produces for the messages.
 
-        Raises ValueError with the template's reason if the template raises an error.
+        Raises ValueError, with the template's error, if the template rejects the messages.
         """
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
@@ -289,11 +289,11 @@ def expand_placeholders(
     token_ids: dict[str, int],
     expand: Callable[[int, MediaTokens], list[int]] = lambda token, medium: [token] * medium.num_tokens,
 ) -> list[int]:
-    """Repeat each single placeholder once per token of its item.
+    """Return prompt ids with each placeholder repeated once per token of its item.
 
-    input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}. expand: a function that
-    returns an item's ids, if they are more than its placeholder repeated. Raises ValueError if the placeholders do not
-    match the media in number, kind and order.
+    input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}.
+    expand: a function that returns an item's ids (default: the placeholder repeated). Raises
+    ValueError if the placeholders do not match the media in number, kind and order.
     """
     kinds = {token: kind for kind, token in token_ids.items()}
     found = [kinds[token] for token in input_ids if token in kinds]

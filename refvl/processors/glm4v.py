@@ -6,20 +6,20 @@
         ...
     <|end_of_video|>
 
-A "frame" here is a grid step, which contains two sampled frames. For positions, each frame counts as a separate item.
-EVS may drop the tokens of a frame, but it never drops the timestamp. The sampling of frames and the format of
-timestamps depend on the processor class in the checkpoint's files (`refvl.families.load_processor`). They do not
-depend on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
+A "frame" here is a grid step, which contains two sampled frames. For positions, each frame counts
+as a separate item. EVS may drop a frame's tokens, but never its timestamp. The sampling of frames
+and the format of timestamps depend on the processor class in the checkpoint's files
+(`refvl.families.load_processor`), not on `model_type`, which is the same for GLM-4.5V and GLM-4.6V.
 
     class               releases                              sampler    timestamp
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.3 seconds
     GlmgaProcessor      GLM-GA                                glmga      3.3 seconds
 
-GLM-GA's files also name Glm46VProcessor; only the classes of its image and video processors differ.
-Both timestamp formats are those of the releases' processors (transformers). vLLM 0.33 truncates all
-timestamps, so GLM-4.6V reads "3.0 seconds" up to six times. Frames are filled with the image's
-token; `placeholders` also accepts the video's.
+GLM-GA's files also name Glm46VProcessor, but different image and video processors. Both
+timestamp formats are those of the releases' processors (transformers). vLLM 0.33 truncates all
+timestamps, so GLM-4.6V reads "3.0 seconds" up to six times. Frames are filled with image
+tokens; `placeholders` also accepts video tokens.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Glm4vProcessor(ChatProcessor):
     """The processor of GLM-4.1V and GLM-4.5V; layouts are grids (t, h, w) in patches."""
 
     patch_config = Glm4vPatchConfig
-    variant = "glm4v"  # an argument of `sample_video_frames`
+    variant = "glm4v"  # the rule's name in `sample_video_frames`
     rule = "{0.fps:g} frames per second up to {0.max_duration:g} s, spread evenly beyond"  # see `clip_sampling`
     timestamp_format = "{}"
     video_options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # a message's option -> its name in the sampler
@@ -58,7 +58,7 @@ class Glm4vProcessor(ChatProcessor):
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Return increasing indices by the variant's rule, or `num_frames` evenly; each frame is read once."""
+        """Return increasing indices, each once: by the variant's rule, or `num_frames` evenly spaced ones."""
         if "num_frames" in options:
             return sample_frame_indices(total, **options)
         config = self.video_config
@@ -85,7 +85,7 @@ class Glm4vProcessor(ChatProcessor):
         return tuple(written_seconds(self.variant, timestamps[place]) for place in self.frames_read(video)[::2])
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return an item's ids: an image's token repeated, or all tokens between a video's begin and end tokens."""
+        """Return an item's ids: the image token, repeated, or all ids between a video's begin and end tokens."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -97,7 +97,7 @@ class Glm4vProcessor(ChatProcessor):
         return ids
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Treat image tokens between the begin and end tokens of a video as frames of the video.
+        """Return (L,) ids in which image tokens between a video's begin and end tokens have the video's id.
 
         The token that begins a video counts only if a frame begins directly after it, which never happens in plain
         text.
@@ -129,7 +129,7 @@ class GlmgaProcessor(Glm46VProcessor):
 
 
 def class_named_in(folder: Path) -> type[Glm4vProcessor] | None:
-    """Return GLM's processor class if the first file of the folder that sets `processor_class` names one."""
+    """Return the GLM class that the first file with `processor_class` names, or None if it names another class."""
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         if (file := folder / name).is_file() and "processor_class" in (values := read_json(file)):
             return {"Glm4vProcessor": Glm4vProcessor, "Glm46VProcessor": Glm46VProcessor}.get(values["processor_class"])

@@ -6,8 +6,8 @@ prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 
 A part may have the format of transformers, OpenAI, vLLM or qwen-vl-utils (see the table in
-docs/migrate.md). This file converts it to {"type": kind, kind: source, **options}. Paths are
-opened later, by `refvl.pixels`; nothing is downloaded.
+docs/migrate.md). This file converts each part to {"type": kind, kind: source, **options}. Paths
+are opened later, by `refvl.pixels`; nothing is downloaded.
 """
 
 import base64
@@ -24,13 +24,13 @@ from refvl.checks import blame, check_names, printable
 from refvl.pixels.media import PART, Video
 from refvl.pixels.patches import RESIZED, SIZES
 
-SOURCES = {  # the kinds of parts, and the keys that can hold the content of each
+SOURCES = {  # the kinds of parts, and the keys that can contain each kind
     "text": ("text",), "image": ("image", "image_url", "path", "url", "base64"),
     "video": ("video", "video_url", "path", "url"),
 }  # fmt: skip
 FITTED = (*SIZES, *RESIZED)
 OPTIONS = {"text": (), "image": FITTED, "video": (*FITTED, *PART, "fps", "num_frames", "min_frames", "max_frames")}
-OURS = {"nframes": "num_frames", "sample_fps": "fps"}  # qwen-vl-utils' names
+OURS = {"nframes": "num_frames", "sample_fps": "fps"}  # qwen-vl-utils' name -> ours
 READ = (os.PathLike, Image.Image, Video)  # types that `refvl.pixels` reads directly
 IGNORED = ("type", "detail", "uuid", "cache_control")  # keys that have no effect here or in vLLM
 
@@ -64,10 +64,10 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 
 
 def map_texts(values: Any, change: Callable[[str], Any]) -> Any:
-    """Copy messages, or arguments of a template, with `change` applied to every string, at any
-    depth.
+    """Return a copy of messages, or of a template's arguments, with `change` applied to every
+    string, at any depth.
 
-    A key is changed only if it is not an identifier, because no template could look such a key up.
+    Keys that are identifiers stay unchanged, because a template may look them up.
     """
     if isinstance(values, str):
         return change(values)
@@ -88,12 +88,12 @@ def _media_parts(kind: str, media: Iterable) -> list[dict]:
 
 
 def _given(values: Any) -> dict:
-    """Return the entries that are not None; as in transformers, a template sees only these entries."""
+    """Return the entries of a dict that are not None; as in transformers, a template sees only these entries."""
     return {key: x for key, x in values.items() if x is not None} if isinstance(values, Mapping) else {}
 
 
 def _message(message: Any, name: str, media: dict[str, list[dict]]) -> dict:
-    """Return a message in refvl's form; a template reads any other keys of the message, such as `tool_calls`."""
+    """Return a message in refvl's form; other keys, such as `tool_calls`, are kept for the chat template."""
     given = _given(message)
     content = given.get("content", "" if "tool_calls" in given else None)
     if not isinstance(given.get("role"), str) or not isinstance(content, (str, list, tuple)):
@@ -104,7 +104,7 @@ def _message(message: Any, name: str, media: dict[str, list[dict]]) -> dict:
 
 
 def _part(part: Any, name: str, media: dict[str, list[dict]]) -> dict:
-    """Return a part in refvl's form. media: the images and videos that wait for a part without a source."""
+    """Return a message part in refvl's form. media: the images and videos for parts without a source."""
     given = _given(part)
     kind = str(given.get("type") or next((kind for kind in SOURCES if kind in given), ""))
     kind = kind.removeprefix("input_").removesuffix("_url")
@@ -123,7 +123,7 @@ def _part(part: Any, name: str, media: dict[str, list[dict]]) -> dict:
 
 
 def _source(source: Any, kind: str) -> Any:
-    """Return a source that `load_image` or `load_video` reads. Batches of decord and torchcodec become arrays."""
+    """Return a source as a type that `load_image` or `load_video` reads, such as an array for decord's frames."""
     if isinstance(source, Mapping):  # OpenAI's {"url": ..., "detail": ...}
         source = source.get("url")
     if isinstance(source, str):

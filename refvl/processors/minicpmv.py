@@ -6,9 +6,9 @@
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on a separate line,
-as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates come from
-the tokenizer; version 2.0 has none, so its prompts contain <用户> and <AI>.
+Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on a separate
+line, as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates
+come from the tokenizer; version 2.0 has no template, so this file defines one with <用户> and <AI>.
 
 The special tokens have fixed texts unless preprocessor_config.json sets different ones; the tokenizer determines their
 ids. `refvl.processors.minicpmv_video` samples and packs videos, from version 2.6 on.
@@ -39,11 +39,11 @@ MARKS = {
     "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
-TEXT_ID = -2  # the id that represents unknown tokens in the text
+TEXT_ID = -2  # the id of unknown tokens that are text, not placeholders
 # tokens that end an answer; the vocabulary determines which of them exist
 TERMINATORS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 SLICING = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
-PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # replaced when the tokens are written
+PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # replaced by `write_media`
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
 NO_VIDEO_ID = -1  # images and frames share one token, so no token has the video's id (see `placeholders`)
 
@@ -61,7 +61,7 @@ class SlicedMedia(MediaTokens):
 
 
 class MiniCPMVProcessor(ChatProcessor):
-    """The base of all versions: sliced images.
+    """The base class of all versions, for sliced images.
 
     Layouts are tuples of `SliceGroup`s. Each version is a subclass below.
     """
@@ -75,10 +75,10 @@ class MiniCPMVProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
         """Build a processor.
 
-        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor can only plan: it counts tokens but builds no prompts.
         """
         self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
-        self.tokens_at_once = self.query_num  # all tokens of a set
+        self.tokens_at_once = self.query_num  # the number of tokens of a set
         self.image_config = image_config or SliceConfig.from_dict(slicing_of(config, self.numbers_images))
         self.video_config = video_config or self.frames
         self.marks = m = MARKS | (marks or {})
@@ -95,9 +95,9 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMVProcessor":
-        """Read tokenizer.json, the template and the limits of a checkpoint folder.
+        """Build a processor from a folder's tokenizer.json, template and limits.
 
-        The folder's tokenizer code is never run.
+        Code in the folder is never run.
         """
         tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         image_config = SliceConfig.from_folder(folder, slicing_of(config, cls.numbers_images))
@@ -109,11 +109,11 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @property
     def largest_picture(self) -> int:
-        """The number of tokens of the largest image, for its overview and all slices."""
+        """The number of tokens of the largest image, including its overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
     def layout_of(self, medium: Any) -> SliceLayout:
-        """Return the overview and the slices of an image, each as a separate group."""
+        """Return an image's layout: one group for the overview, and one for each slice."""
         return plan_slices(medium.width, medium.height, self.image_config).layout
 
     def rows_of(self, medium: Any) -> Levels | Tensor:
@@ -128,22 +128,22 @@ class MiniCPMVProcessor(ChatProcessor):
         return replace(self.media_tokens("image", layout), grid=plan.grid)
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
-        """Return the item as sets of query_num tokens; second_per_grid is not used."""
+        """Return an item's extents: sets of query_num tokens; second_per_grid is not used."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False, **options
     ) -> list[int]:
-        """Return the (L,) prompt ids of checked messages, with media written out; see `ChatProcessor.tokenize`."""
+        """Return (L,) prompt ids of checked messages, with the tokens of all media; see `ChatProcessor.tokenize`."""
         text, flag = self.render(messages, allow_special_tokens, **options)
         ids = self.encode(self.write_media(text, media), flag, add_special_tokens=True)
         bos = self.tokenizer.bos_token_id
         if bos is None or not self.writes_bos:
             return ids
-        return [bos, *dropwhile(lambda token: token == bos, ids)]  # Llama 3's template and tokenizer both write it
+        return [bos, *dropwhile(lambda token: token == bos, ids)]  # Llama 3's template and tokenizer both write BOS
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """Return the template's text for messages, with parts joined by line breaks.
+        """Return the template's text; line breaks join the parts of a message.
 
         These templates accept only strings.
         """
@@ -170,7 +170,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return "".join(pieces)
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """Write the overview and the slices of an image as text."""
+        """Return the text for the overview and the slices of an image."""
         if medium.grid is None:
             return self.overview_text
         columns, rows = medium.grid
@@ -178,24 +178,24 @@ class MiniCPMVProcessor(ChatProcessor):
         return self.overview_text + self.marks["slice_start"] + slices + self.marks["slice_end"]
 
     def write_video(self, medium: SlicedMedia) -> str:
-        """Write frames, or packs of frames, one per line."""
+        """Return the text for frames, or packs of frames, one per line."""
         return "\n".join([self.overview_text] * medium.thw[0])
 
     @cached_property
     def reserved_texts(self) -> list[str]:
-        """The special tokens, and the placeholders of media before they are written out."""
+        """The texts of special tokens, and the placeholders that `write_media` replaces."""
         return [*super().reserved_texts, *PLACEHOLDERS.values()]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """In a prompt of (L,) ids, set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID.
+        """Return (L,) ids in which placeholders have the id of their kind, and all other unknown tokens have TEXT_ID.
 
-        A placeholder is an unknown token directly after the start of an image, slice or frame; the text may also
-        contain unknown tokens. A frame is an overview without a number. If images are not numbered either, every
-        overview counts as an image.
+        A placeholder is one of the unknown tokens directly after the start of an image, slice
+        or frame; text may also contain unknown tokens. A frame is an overview without a number.
+        If images are not numbered either, every overview counts as an image.
         """
         ids = self.mark_ids
         is_unknown = input_ids == ids["unk"]
-        before = torch.where(is_unknown, -1, torch.arange(len(input_ids))).cummax(0).values  # the last known token
+        before = torch.where(is_unknown, -1, torch.arange(len(input_ids))).cummax(0).values  # last known token's index
         starts_image = input_ids == ids["im_start"]
         starts_any = starts_image | (input_ids == ids["slice_start"])
         kind_L = torch.where(starts_any, self.token_ids["image"], TEXT_ID)
@@ -206,7 +206,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
 
 class MiniCPMV2_0Processor(MiniCPMVProcessor):
-    """MiniCPM-V 2.0: images only, without a chat template."""
+    """The processor of MiniCPM-V 2.0: images only, without a chat template."""
 
     template = (
         "{% for message in messages %}"
@@ -216,18 +216,18 @@ class MiniCPMV2_0Processor(MiniCPMVProcessor):
 
 
 class MiniCPMV2_5Processor(MiniCPMVProcessor):
-    """MiniCPM-V 2.5: images only, with Llama 3's template."""
+    """The processor of MiniCPM-V 2.5: images only, with Llama 3's template."""
 
 
 class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
-    """MiniCPM-V 2.6: images are numbered, and videos are sequences of frames."""
+    """The processor of MiniCPM-V 2.6: images are numbered, and videos are sequences of frames."""
 
     numbers_images = True
     writes_bos = False
     frames = FrameConfig()
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """Write the number of the image, its overview, and its slices row by row."""
+        """Return the text for an image's number, its overview, and its slices row by row."""
         m, text = self.marks, self.overview_text
         if self.image_config.use_image_id:
             text = f"{m['im_id_start']}{number}{m['im_id_end']}{text}"
@@ -236,13 +236,13 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
 
 
 class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
-    """MiniCPM-V 4.0: the prompts of 2.6 with a BOS token."""
+    """The processor of MiniCPM-V 4.0: the prompts of 2.6 with a BOS token."""
 
     writes_bos = True
 
 
 class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
-    """MiniCPM-V 4.5: frames are packed, and each has a temporal id in tenths of a second."""
+    """The processor of MiniCPM-V 4.5: frames are packed, and each frame has a time in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)
 
@@ -250,7 +250,7 @@ class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
 def slicing_of(config: PretrainedConfig, numbers_images: bool) -> dict[str, Any]:
     """Return the slicing settings in config.json, at the top level or in `slice_config`.
 
-    numbers_images: whether images are numbered if the file does not set this.
+    numbers_images: the default of `use_image_id`, which numbers images.
     """
     top = {name: getattr(config, name) for name in SLICING if getattr(config, name, None) is not None}
     nested = getattr(config, "slice_config", None) or {}

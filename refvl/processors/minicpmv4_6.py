@@ -31,13 +31,13 @@ from refvl.processors.tokenizers import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class SampledFrames(FrameConfig):
-    """One frame per second; for a video longer than max_frames seconds, max_frames evenly spaced frames."""
+    """The rule for sampling videos: one frame per second, but at most max_frames, evenly spaced."""
 
     max_frames: int = 128
     max_slice_nums: int = 9
 
     def changed_by(self, folder: Path) -> "SampledFrames":
-        """Return a copy with the values of video_preprocessor_config.json."""
+        """Return a copy with the values that video_preprocessor_config.json sets."""
         file = folder / "video_preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         if values.get("stack_frames", 1) != 1:
@@ -53,7 +53,7 @@ class FoldedMedia(MediaTokens):
     `thw` is (1, 1, the number of tokens of all slices).
     """
 
-    sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice in merged tokens
+    sizes: tuple[tuple[int, int], ...] = ()  # the (h, w), in tokens, of each overview and slice
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
     number: int = 0  # the item's index among the images, or videos, of the prompt
 
@@ -72,10 +72,10 @@ class MiniCPMV4_6Processor(TakesVideos):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """Build a processor.
 
-        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor can only plan: it counts tokens but builds no prompts.
         """
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
-        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # the side in patches of a merge block
+        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # the side of a merge block, in patches
         settings = image_config or SliceConfig(patch_size=14, use_image_id=True)
         self.image_config = replace(settings, multiple=self.merge_size)
         self.video_config = video_config or self.frames
@@ -83,7 +83,7 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMV4_6Processor":
-        """Read the tokenizer, template and limits of a checkpoint folder."""
+        """Build a processor from a folder's tokenizer, template and limits."""
         image_config = SliceConfig.from_folder(folder, {"use_image_id": True})
         return cls(config, load_tokenizer(folder), image_config, cls.frames.changed_by(folder))
 
@@ -94,13 +94,13 @@ class MiniCPMV4_6Processor(TakesVideos):
         return self.media_tokens("image", plan_slices(side, side, self.image_config).layout).num_tokens
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> FoldedMedia:
-        """Return the item as runs of h x w tokens; second_per_grid is not used."""
+        """Return an item's extents: a run of tokens per slice; second_per_grid is not used."""
         m = self.merge_size
         sizes = tuple((h // m, w // m) for group in layout for h, w in group.slices)
         return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
 
     def layout_of(self, medium: Any) -> SliceLayout:
-        """Return the overview and the slices of an image, or of every frame in order."""
+        """Return one group per overview and slice of an image, or of every frame in order."""
         plan = self.plan_of(medium)
         return plan.layout * len(medium.frames) if isinstance(medium, Video) else plan.layout
 
@@ -119,9 +119,9 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take one frame per second.
+        """Return the indices of one frame per second.
 
-        For a video longer than max_frames seconds, take max_frames evenly spaced frames from those at every 0.1 s.
+        For a video longer than max_frames seconds, return max_frames indices, evenly spaced among those of every 0.1 s.
         """
         duration = total / source_fps
         if duration <= config.max_frames:
@@ -130,7 +130,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return [tenths[i] for i in np.linspace(0, len(tenths) - 1, config.max_frames, dtype=int)]
 
     def tokenize(self, messages: Sequence[dict], media: Sequence[Any], **options) -> list[int]:
-        """Return the (L,) prompt ids of checked messages, with media numbered by kind; see `ChatProcessor.tokenize`."""
+        """Return the (L,) prompt ids of checked messages, numbering media by kind; see `ChatProcessor.tokenize`."""
         counts, numbered = Counter[str](), []
         for medium in media:
             numbered.append(replace(medium, number=counts[medium.kind]))
@@ -138,20 +138,20 @@ class MiniCPMV4_6Processor(TakesVideos):
         return super().tokenize(messages, numbered, **options)
 
     def expand(self, token: int, medium: FoldedMedia) -> list[int]:
-        """Return the ids of overviews and slices between their special tokens; `token` fills their cells."""
+        """Return the ids of an item's overviews and slices: `token` for every cell, between special tokens."""
         numbered = self.image_config.use_image_id and medium.kind in self.numbered
         text = write_media(medium, self.tokenizer.convert_ids_to_tokens(token), medium.number if numbered else None)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 class MiniCPMV4_7Processor(MiniCPMV4_6Processor):
-    """MiniCPM-V 4.7: videos have no number."""
+    """The processor of 4.7, which does not number videos."""
 
     numbered = ("image",)
 
 
 def write_media(medium: FoldedMedia, fill: str, number: int | None) -> str:
-    """Write an item (an image, or every frame of a video) as in the prompt; `fill` is the token of its cells."""
+    """Return the prompt's text for an item (an image, or every frame of a video); `fill` is the token of a cell."""
     m, (columns, rows) = MARKS, medium.grid or (0, 0)
     text = "" if number is None else f"{m['im_id_start']}{number}{m['im_id_end']}"
     pieces = [fill * (h * w) for h, w in medium.sizes]

@@ -3,8 +3,8 @@
     video file -> sampled frames        by the rule on the version's model card (see `sample`)
                -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
 
-The frames of a pack share one set of query tokens. Each frame has a temporal id, which is its time in tenths of a
-second; the resampler adds it to the keys.
+The frames of a pack share one set of query tokens. Each frame has a temporal id, its time in
+tenths of a second; the resampler adds an encoding of the id to the keys.
 """
 
 import math
@@ -36,10 +36,10 @@ TENTHS = 10  # temporal ids count tenths of a second
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """The rule for sampling videos. The limits are those in the examples on the checkpoints' model cards."""
+    """The rule for sampling videos. The default limits are those in the examples on the model cards."""
 
     fps: float = 1.0
-    max_frames: int = 64  # the maximum number of sets of query tokens; a pack of frames counts as one
+    max_frames: int = 64  # the maximum number of sets of query tokens; a pack of frames has one set
     max_packing: int = 1  # the maximum number of frames that share a set
     max_slice_nums: int = 1  # the maximum number of slices of a frame; 1: an overview alone
     # frames per set; None: the smallest number that keeps the video within max_frames sets
@@ -61,30 +61,30 @@ class TakesVideos(ChatProcessor):
     video_options = ("fps", "max_frames")
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
-        """Sample a file of `total` frames by the version's rule, or `num_frames` evenly."""
+        """Return the indices of the frames to read: by the version's rule, or `num_frames` evenly."""
         if "num_frames" in options:
             return middle_indices(total, options["num_frames"])
         return self.sample(total, source_fps, replace(self.video_config, **options))
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take a frame every 1 / fps seconds; if these frames are too many, take max_frames frames,
-        from the middles of equal parts.
+        """Return the index of a frame every 1 / fps seconds; if there are more than max_frames,
+        return the middles of max_frames equal parts.
         """
         indices = list(range(0, total, max(1, round(source_fps / config.fps))))
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Return one set of query tokens per frame."""
+        """Return the layout of a video: one group per frame."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
     def layout_of(self, medium: Any) -> SliceLayout:
-        """Return the slices of an image, or the groups of a video's frames."""
+        """Return the groups of an image's slices, or of a video's frames."""
         plan = self.plan_of(medium)
         return self.group(medium, plan.tgt_sizes[0]) if isinstance(medium, Video) else plan.layout
 
     def plan_of(self, medium: Any) -> SlicePlan:
-        """Return the slices of an image, or of each frame."""
+        """Return the plan for slicing an image, or each frame of a video."""
         if isinstance(medium, Video):
             _, height, width, _ = medium.frames.shape
             return plan_slices(width, height, self.frame_config)
@@ -98,7 +98,7 @@ class TakesVideos(ChatProcessor):
 
     @property
     def frame_config(self) -> SliceConfig:
-        """The rule for slicing a frame, with the limit of the video settings."""
+        """The rule for slicing a frame, with `max_slice_nums` from the video settings."""
         return replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
 
     def video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels | Tensor]]:
@@ -112,19 +112,19 @@ class TakesVideos(ChatProcessor):
 
 
 class PacksFrames(TakesVideos):
-    """The video part of 4.5's processor: frames are packed, and each has a temporal id in tenths of a second."""
+    """The video part of 4.5's processor: frames are packed, and each frame has a temporal id in tenths of a second."""
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Split the video into equal parts, `fps` per second, and take the middle frame of each.
+        """Return the index of the middle frame of each of `fps` equal parts per second.
 
-        At most max_frames full packs are taken.
+        The frames fill at most max_frames packs.
         """
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Let consecutive frames share a set; the last set may contain fewer frames."""
+        """Return groups of frames that share a set; the last group may be smaller."""
         config, ids = self.video_config, temporal_ids(video)
         packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
         packs = [ids[i : i + packing] for i in range(0, len(ids), packing)]
@@ -132,13 +132,13 @@ class PacksFrames(TakesVideos):
 
 
 def temporal_ids(video: Video) -> list[int]:
-    """Return the time of each frame in whole tenths of a second, up to the last tenth before the video's end."""
+    """Return the time of each frame in whole tenths of a second, but at most the last tenth before the video's end."""
     last = max(0, math.ceil(video.duration * TENTHS) - 1)
     return [min(round(second * TENTHS), last) for second in video.timestamps]
 
 
 def middle_indices(total: int, wanted: int) -> list[int]:
-    """Return 0 .. total - 1 if that is no more than `wanted`, otherwise the middles of `wanted` equal parts.
+    """Return all indices below `total` if `wanted` >= `total`, otherwise the middle indices of `wanted` equal parts.
 
     >>> middle_indices(10, 4)
     [1, 3, 6, 8]

@@ -28,7 +28,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         return super().load_video(source, options)
 
     def extents_of(self, medium: Any, layout: Grid) -> MediaTokens:
-        """Return the extents of an item; the time axis of a video counts the seconds between its grid steps."""
+        """Return the extents of an item; the seconds between grid steps scale the time axis of a video."""
         if not isinstance(medium, Video):
             return self.media_tokens("image", layout)
         return self.media_tokens("video", layout, self.video_config.temporal_patch_size / medium.fps)

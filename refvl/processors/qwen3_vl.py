@@ -2,11 +2,11 @@
 
     <0.3 seconds><|vision_start|> tokens <|vision_end|><1.3 seconds><|vision_start|> tokens <|vision_end|>
 
-A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of their
-times. For positions, each frame counts as a separate item. EVS may drop the tokens of a frame, but
-it never drops the timestamp. As in transformers 4.57, the authors' version, these special tokens
-replace those that the chat template writes around a video. transformers 5.10 and later, and vLLM
-0.32, also keep the outer tokens. To keep them here, set `processor.outer_tokens = True`.
+A "frame" here is a grid step, which contains two sampled frames; its timestamp is the mean of
+their times. For positions, each frame counts as a separate item. EVS may drop a frame's tokens,
+but never its timestamp. As in transformers 4.57, the authors' version, these special tokens
+replace those that the chat template writes around a video. transformers 5.10 and later, and
+vLLM 0.32, also keep the template's tokens, as `processor.outer_tokens = True` does here.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def even_indices(
     total: int, source_fps: float, *, fps: float = 2.0, min_frames: int = 4, max_frames: int = 768,
     num_frames: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return the indices of `fps` frames per second within the limits, or of `num_frames`, from first to last frame.
+    """Return evenly spaced indices from the first to the last frame: `fps` per second within limits, or `num_frames`.
 
     Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
 
@@ -50,7 +50,7 @@ class Qwen3VLProcessor(ChatProcessor):
     video_options = ("fps", "min_frames", "max_frames")
 
     def timestamps_of(self, video: Video) -> tuple[float, ...]:
-        """Return the mean time of the frames of each grid step."""
+        """Return the mean time of the two frames of each grid step."""
         return tuple(seconds_of_steps(video.timestamps))
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
@@ -65,7 +65,7 @@ class Qwen3VLProcessor(ChatProcessor):
         return ids
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """Apply the template, without the special tokens that it writes around a video unless `outer_tokens` is set."""
+        """Return the template's text; unless `outer_tokens` is set, drop the special tokens written around videos."""
         text = super().apply_template(messages, **options)
         ids = self.config.vision_start_token_id, self.token_ids["video"], self.config.vision_end_token_id
         marks = self.tokenizer.convert_ids_to_tokens(list(ids))
@@ -73,7 +73,7 @@ class Qwen3VLProcessor(ChatProcessor):
 
 
 def seconds_of_steps(timestamps: Sequence[float]) -> list[float]:
-    """Return the mean time of each pair of frames; the last frame of an odd number counts twice, as in the grid.
+    """Return the mean time of each pair of frames; if the last frame has no partner, it counts twice.
 
     >>> seconds_of_steps([0.0, 0.5, 1.0])
     [0.25, 1.0]

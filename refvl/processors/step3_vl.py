@@ -4,9 +4,9 @@
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-The example shows 2 x 2 crops; the prompt itself contains no line breaks. The chat template writes one <im_patch> for an
-image, and the text above replaces it. Positions are the token indices, so only the special tokens indicate where a crop
-is. Videos are not supported. Upstream: `Step3VLProcessor` (vLLM).
+The example shows 2 x 2 crops; the prompt itself contains no line breaks. The chat template writes one
+<im_patch> per image, and text as above replaces this token. Positions are the token indices, so only the
+special tokens indicate where a crop is. Videos are not supported. Upstream: `Step3VLProcessor` (vLLM).
 """
 
 import math
@@ -46,7 +46,7 @@ class CroppedMedia(MediaTokens):
 class Step3VLProcessor(ChatProcessor):
     """Step3-VL's processor.
 
-    Sizes come from the config, because the release has no preprocessor file. Layouts: `CropLayout`.
+    Sizes come from the config, because the release has no preprocessor file. Layouts are `CropLayout`s.
     """
 
     no_video = "videos: Step3-VL accepts images only; pass the frames of a video as images"
@@ -54,7 +54,7 @@ class Step3VLProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """Build a processor.
 
-        If tokenizer is None, the processor is for planning only: it counts tokens but cannot build a prompt.
+        If tokenizer is None, the processor can only plan: it counts tokens but builds no prompts.
         """
         self.config, self.tokenizer = config, tokenizer
         self.image_config = CropConfig.from_hf(config)
@@ -65,15 +65,15 @@ class Step3VLProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Step3VLProcessor":
-        """Load the tokenizer and chat template from a checkpoint folder.
+        """Build a processor from a folder's tokenizer and chat template.
 
-        Raises ValueError, naming the folder, if either is missing.
+        Raises ValueError if the tokenizer cannot be read or has no template.
         """
         return cls(config, load_tokenizer(folder))
 
     @cached_property
     def mark_ids(self) -> dict[str, int]:
-        """The ids of the five special tokens."""
+        """The id of each special token in `MARKS`."""
         vocabulary = self.tokenizer.get_vocab()
         return {mark: vocabulary[mark] for mark in MARKS}
 
@@ -84,7 +84,7 @@ class Step3VLProcessor(ChatProcessor):
         return self.media_tokens("image", plan.layout).num_tokens
 
     def layout_of(self, medium: Any) -> CropLayout:
-        """Return the rows and columns of an image's crops."""
+        """Return the numbers of rows and columns of an image's crops."""
         return plan_crops(medium.width, medium.height, self.image_config).layout
 
     def rows_of(self, medium: Any) -> Tensor:
@@ -92,14 +92,14 @@ class Step3VLProcessor(ChatProcessor):
         return patchify_crops(medium, self.image_config)[0]
 
     def media_tokens(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
-        """Return the squares of an image, in tokens."""
+        """Return the extents of an image: its squares, in tokens."""
         tokens = layout.crops * self.crop_tokens + self.image_tokens
         crop_side = math.isqrt(self.crop_tokens)
         image_side = math.isqrt(self.image_tokens)
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
-        """Return the ids of crops and overview between their special tokens; `token` fills them."""
+        """Return the ids of an image's crops and overview: `token`, repeated, between special tokens."""
         ids = self.mark_ids
         crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
         overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]
