@@ -10,13 +10,12 @@ def lazy_names(package: str, files: Mapping[str, str]) -> tuple[Callable[[str], 
 
     files: file of the package -> the public names that it defines, separated by spaces.
     """
-    homes = {name: file for file, names in files.items() for name in names.split()}
+    homes = {name: file for file, names in files.items() for name in (file, *names.split())}
 
     def find_name(name: str) -> Any:
-        if name in homes:
-            return getattr(import_module(f"{package}.{homes[name]}"), name)
-        if name in files:
-            return import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f"{package}.{homes[name]}")
+        return module if name in files else getattr(module, name)
 
-    return find_name, lambda: sorted({*homes, *files}), list(homes)
+    return find_name, lambda: list(homes), " ".join(files.values()).split()

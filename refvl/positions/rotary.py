@@ -103,8 +103,7 @@ def rotate_by_offsets(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor
     products = cos_N1K.new_empty(N, H + 2, K)
     out = torch.empty_like(products, dtype=x_NHK.dtype)
     torch.mul(x_NHK, cos_N1K, out=products[:, 1:-1])
-    shape, strides = (N, H + 1, 2, K // 2), (products.stride(0), K, K // 2 * 3, 1)
-    partners = x_NHK.as_strided(shape, (x_NHK.stride(0), K, K // 2, 1), x_NHK.storage_offset() - K // 2)
-    halves, sin = products.as_strided(shape, strides), sin_N1K.unflatten(-1, (2, -1))
-    torch.addcmul(halves, partners, sin, out=out.as_strided(shape, strides))
+    own = (N, H + 1, 2, K // 2), (products.stride(0), K, K // 2 * 3, 1)
+    partners = x_NHK.as_strided(own[0], (x_NHK.stride(0), K, K // 2, 1), x_NHK.storage_offset() - K // 2)
+    torch.addcmul(products.as_strided(*own), partners, sin_N1K.unflatten(-1, (2, -1)), out=out.as_strided(*own))
     return out[:, 1:-1]
