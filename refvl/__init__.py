@@ -5,8 +5,8 @@
     print(model.chat("What color is the circle?", images=["scene.png"]))
 
 "scene.png" is the name of a shipped image; any path works. `load` returns a `VLM`, whose `trace`
-method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from an image to text are
-in folders, which are imported on first use: `refvl.positions`, `refvl.graphs`, ...
+method returns a `Trace`. Start reading at `refvl/pipeline.py`. The stages from image to text are
+folders that are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib
@@ -28,7 +28,7 @@ _ROOMS = {
 }  # fmt: skip
 
 
-def __getattr__(name: str):  # transformers is slow to import, and `import refvl.positions` does not need it
+def __getattr__(name: str):  # lazy, because transformers is slow to import and `refvl.positions` does not need it
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name not in _ROOMS:

@@ -1,12 +1,12 @@
 """Variable-length attention with a choice of explicit backends.
 
 The encoder concatenates all segments (windows, or whole frames) into one sequence; `cu_seqlens` marks the start of
-each. Tokens attend only within their own segment. In self-attention, queries and keys share their segments; the
-resampler's cross-attention uses the same backends. Only `masked` builds a mask:
+each segment. Each token attends only within its own segment. Queries and keys have the same segments in
+self-attention, but not in the resampler's cross-attention. Only the last backend builds a mask:
 
 - `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
 - `sdpa`:   every device and dtype; segments of equal length form one batch, with one SDPA call per distinct length
-- `masked`: every device and dtype; used in captured graphs if varlen cannot run, because its shapes follow from sizes
+- `masked`: every device and dtype; its shapes follow from sizes, so captured graphs use it if varlen cannot run
 
 Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K head dimension. A group has
 G segments with S queries and T keys each.
@@ -26,22 +26,22 @@ from refvl.checks import check_shape
 BACKENDS = ("varlen", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # the lowest compute capability that supports bfloat16 and flash-attn 2
-LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to scores, and -inf + inf is nan
+LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # larger keys may give inf, and inf + the mask's -inf is nan
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
 
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` are always included.
 
-    The kernel behind `varlen` needs Ampere or later (it does not run on a T4 or V100). It accepts head dimensions up to
-    256 that are multiples of 8.
+    The kernel behind `varlen` needs Ampere or later (it does not run on a T4 or V100), and a head dimension that is a
+    multiple of 8 and at most 256.
     """
     has_kernel = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
     return ["varlen"] * has_kernel + ["sdpa", "masked"]
 
 
 def is_ampere(device) -> bool:
-    """Return whether `device` is a CUDA device of compute capability 8.0 or above; True if there is no GPU to query."""
+    """Return whether `device` is CUDA with compute capability 8.0 or above, assuming so if there is no GPU to query."""
     if torch.device(device).type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= AMPERE
@@ -50,7 +50,7 @@ def is_ampere(device) -> bool:
 def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
     """Resolve "auto" to the best backend for the device, dtype and head dimension, or check an explicit request.
 
-    Raises ValueError if the requested backend is unknown or cannot run there.
+    Raises ValueError if the requested backend is unknown or does not support these arguments.
     """
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"attention: expected one of {('auto', *BACKENDS)}, got {requested!r}")
@@ -64,9 +64,9 @@ def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 6
 
 
 def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
-    """Group segments of equal length: one (G, S) int64 tensor of token indices per distinct length S.
+    """Group segments of equal length into one (G, S) int64 tensor of token indices per distinct length S.
 
-    This copies `cu_seqlens` (segments + 1,) back to Python, so it belongs in `plan`. Empty segments are omitted.
+    Empty segments are omitted. The function copies `cu_seqlens` (segments + 1,) to the host, so it belongs in `plan`.
     """
     starts = cu_seqlens.cpu().numpy()
     lengths = np.diff(starts)
@@ -87,13 +87,13 @@ class Segments:
     """The inputs of self-attention other than q, k and v; the metadata classes of most towers extend this class."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, in tokens, with a leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # segments of equal length; only for sdpa
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # see `group_segments`; only for sdpa
     max_seqlen: int  # the number of tokens in the longest segment; a captured graph stores it as a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
-        """Return (N, H * K) with the heads side by side (see `varlen_attention`).
+        """Return the output of attention, (N, H * K), with the heads side by side (see `varlen_attention`).
 
-        Rows after the last segment are undefined.
+        Output rows after the last segment are undefined.
         """
         cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
         groups = group_segments(cu_seqlens) if self.groups is None and backend == "sdpa" else self.groups
@@ -102,21 +102,21 @@ class Segments:
 
 
 def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[str, Any]:
-    """Return the fields of `Segments`. with_groups: whether the backend reads the groups; only `sdpa` does."""
+    """Return the fields of `Segments` by name. with_groups: whether the backend reads the groups; only `sdpa` does."""
     cu_seqlens = cumulative_lengths(lengths)
     groups = group_segments(cu_seqlens) if with_groups else None
     return {"cu_seqlens": cu_seqlens, "groups": groups, "max_seqlen": max(lengths, default=0)}
 
 
 def equal_segments(count: int, length: int, device: torch.device) -> Segments:
-    """Return `count` segments of `length` tokens each; they depend only on the shape, so a graph can capture them."""
+    """Return `count` segments of `length` tokens; their tensors depend only on sizes, so a graph can capture them."""
     index = torch.arange(count * length, device=device)
     ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
     return Segments(ends, (index.view(count, length),), length)
 
 
 def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
-    """Return the fields of `Segments` at full size: one segment contains all tokens, the others are empty but valid."""
+    """Return the fields of `Segments` at full size: one segment contains all tokens, and the others are empty."""
     return plan_segments([max_tokens] + [0] * (max_segments - 1), with_groups=False)
 
 
@@ -124,12 +124,12 @@ def varlen_attention(
     q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     *, backend: str, groups: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
+    """Compute non-causal attention of every token over its own segment, with scores scaled by 1 / sqrt(K).
 
     q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, with a leading 0.
     max_seqlen: the length of the longest segment. groups: `group_segments(cu_seqlens)` from the
     plan, used by `sdpa` (None: computed in this call). Returns (N, H, K), with zeros in rows
-    after the last segment. Raises ValueError for an unknown backend or if the shapes differ.
+    after the last segment. Raises ValueError if the backend is unknown or the shapes differ.
     Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
@@ -141,9 +141,9 @@ def varlen_attention(
 
 
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
-    """Zero the rows after the last segment, because the kernels do not write them.
+    """Zero the rows after the last segment, because the varlen kernel does not write them.
 
-    Encoders skip this step, because nothing reads these rows and it would add four kernels to every layer.
+    Encoders skip this step, which would add four kernels to every layer, because nothing reads these rows.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -151,9 +151,9 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
-    """Attend with the given backend; the shapes have been checked. groups: only `sdpa` reads them.
+    """Compute attention with the given backend for checked shapes. groups: index pairs, which only `sdpa` reads.
 
-    The backend may also be a reader's function of q, k, v and the lengths of the segments (`refvl.study.stages`).
+    The backend may also be your own function of q, k, v and the segment lengths (see `refvl.study.stages`).
     """
     if len(cu_seqlens_q) < 2:  # the kernels do not accept inputs without segments
         return torch.zeros_like(q_MHK)
@@ -170,8 +170,8 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
 
 
 def _flash_attention(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
-    """Call the kernel of `torch.nn.attention.varlen.varlen_attn` directly; that function also
-    clears random-number state.
+    """Call the kernel of `torch.nn.attention.varlen.varlen_attn` directly, because
+    `varlen_attn` also clears random-number state.
 
     Since torch 2.14, `varlen_attn` uses cuDNN for long segments on Hopper. This function uses
     the same kernel for every image, eagerly and in graphs, with every release of torch.
@@ -197,12 +197,12 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
 
 
 def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Attend with one M x N mask. All shapes follow from M, N and the number of segments, so a graph can capture it.
+    """Attend with one M x N mask; a graph can capture this, because all shapes follow from M, N and the segment count.
 
-    A masked key has weight zero, but zero times nan is nan. Keys are therefore zeroed first if they are padding or
-    invalid (not finite, or too large to multiply). Afterwards, queries become nan if they attend to an invalid key or
-    are not finite: an item that overflows affects only itself. Padding queries attend to every key, because a softmax
-    over no keys would be nan; their rows are zeroed at the end.
+    A masked key has weight zero, but zero times nan is nan. A key and its value are therefore zeroed first if they
+    are padding or invalid (not finite, or too large to multiply). Afterwards, the output of a query becomes nan if
+    the query is not finite or attends to an invalid key, so an item that overflows affects only itself. Padding
+    queries attend to every key, because a softmax over no keys would be nan; their outputs are zeroed at the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
@@ -223,10 +223,10 @@ def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tens
 
 
 def _segment(cu_seqlens: Tensor, count: int) -> Tensor:
-    """Return the segment index of each token, (count,)."""
+    """Return the number of each token's segment, counted from 1, (count,)."""
     return torch.searchsorted(cu_seqlens.long(), torch.arange(count, device=cu_seqlens.device), right=True)
 
 
 def is_padding(cu_seqlens: Tensor, count: int) -> Tensor:
-    """Return whether each token comes after the last segment, (count,) bool."""
+    """Return the mask of the tokens after the last segment, (count,) bool."""
     return torch.arange(count, device=cu_seqlens.device) >= cu_seqlens[-1]

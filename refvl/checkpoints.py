@@ -18,7 +18,7 @@ from refvl.paths import DATA
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # transformers and the tokenizer read these files, but their errors do not name the file
+JSON_FILES = (  # transformers and the tokenizer read these files, but do not name them in errors
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
@@ -33,24 +33,24 @@ MOST = {
     "vocab_size num_position_embeddings": 2**24,
 }
 SIZES = {name: most for names, most in MOST.items() for name in names.split()}
-POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta)$")  # numbers that must be finite and above 0
-LISTED = 12  # an error names at most this many weights of each kind
+POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta)$")  # matches keys whose numbers must be finite and above 0
+LISTED = 12  # the maximum number of weights of each kind that an error names
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
-    """Return the local folder of a checkpoint; a hub id (`owner/name`) is first downloaded into the hub's cache.
+    """Return a checkpoint's local folder; first download the files of a hub id (`owner/name`) to the hub's cache.
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
     weights=False downloads only configs and the tokenizer. hub: arguments of
     `huggingface_hub.snapshot_download` (`revision`, `cache_dir`, `token`, `local_files_only`).
-    Raises FileNotFoundError for a path that does not exist or has no config.json. Raises ValueError
+    Raises FileNotFoundError if the path does not exist or contains no config.json. Raises ValueError
     if a revision is given for a local folder, or if a JSON file does not contain an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
         folder = shipped / path_or_id
-    if not os.path.exists(folder):  # also False for a path that is too long or contains a NUL byte
+    if not os.path.exists(folder):  # `exists` is also False for a path that is too long or contains a NUL byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             known = f"expected an existing folder, a hub id (owner/name) or a shipped model ({', '.join(names)})"
             raise FileNotFoundError(f"path_or_id: {known}, got {printable(folder)}{nearest(str(path_or_id), names)}")
@@ -66,27 +66,27 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
 
 def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_or_id") -> Path:
-    """Download the files of a hub id that match the patterns, and return their folder in the hub's cache.
+    """Download the files of `repo_id` that match `patterns`; return their folder in the hub's cache.
     name: the name of the caller's argument, for the error message.
     """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
-    except Exception as error:  # offline, a gated model or a misspelt id: raise one sentence with the cause
+    except Exception as error:  # no network, a gated model, a misspelt id; each error becomes one sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"{name}: {repo_id!r} is not a local folder; its download failed: {reason}") from error
 
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
-    """Download only the shards that contain the vision tower, for a hub id whose configs are in `folder`."""
+    """Download the vision tower's shards if `path_or_id` is a hub id, whose configs are already in `folder`."""
     if not (os.path.exists(Path(path_or_id).expanduser()) or folder.parent == DATA / "checkpoints"):
         shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
         download(str(path_or_id), shards, hub)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError or TypeError, naming the key, for a config value of the wrong type, or a number out of range."""
+    """Raise ValueError or TypeError, naming the key, if a config value has the wrong type or is out of range."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")
@@ -106,8 +106,8 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     """Return the safetensors files of a checkpoint: model.safetensors, or else the index's shards (as in transformers).
 
     pattern: a regular expression; shards that contain no matching weight may be missing. Raises
-    FileNotFoundError if there are no files or some are missing, and ValueError if the index is
-    malformed or names a file outside the folder.
+    FileNotFoundError if there are no files or a needed shard is missing, and ValueError if the
+    index is malformed or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
@@ -120,7 +120,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
 
 
 def shards_of(folder: Path, pattern: str = "") -> list[str]:
-    """Return the shards with weights whose names match `pattern`, from the index; errors as in `weight_files`."""
+    """Return the names of the index's shards that contain a weight matching `pattern`; errors as in `weight_files`."""
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX}: expected weights and their files under 'weight_map', got {weight_map!r}")
@@ -132,7 +132,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
 
 
 def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise one ValueError with the number of weights and the first few names for each kind of mismatch."""
+    """Raise one ValueError if there are mismatches, with the number of weights and the first names for each kind."""
     lines = []
     for kind, names in problems.items():
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -160,9 +160,9 @@ def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Ite
 
 
 def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
-    """Return the shape, dtype and file offsets of every weight that matches `pattern`, without reading tensors."""
+    """Return the shape, dtype and file offsets of every weight whose name matches `pattern`; read no tensors."""
     headers = dict[str, TensorInfo]()
     for file in weight_files(folder, pattern):
-        with open_shard(file):  # this raises an error for a truncated file
+        with open_shard(file):  # opening a truncated file raises an error
             headers |= parse_local_safetensors_file_metadata(file).tensors
     return {name: header for name, header in headers.items() if re.search(pattern, name)}

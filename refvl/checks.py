@@ -15,14 +15,14 @@ from torch import Tensor
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 Grid = tuple[int, int, int]
-# the limit per media item and per prompt; every model accepts fewer patches, and plans stay below 2 GB
+# the limit per media item and per prompt; no model accepts as many patches, and plans stay below 2 GB
 MAX_PATCHES = 2**22
-WORDED = (ValueError, OSError, ImportError)  # these error messages need no context
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 would need its scale
+WORDED = (ValueError, OSError, ImportError)  # errors whose messages need no context
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # without float8, whose values need a scale
 
 
 def is_integer(value) -> bool:
-    """Return whether `value` is an int, or a scalar of an integer dtype of NumPy or torch, but not a bool."""
+    """Return whether `value` is an int, or a NumPy or torch scalar of an integer dtype, but not a bool."""
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -42,12 +42,12 @@ def check_positive_int(value, name: str) -> int:
 
 
 def check_positive_ints(**values) -> list[int]:
-    """Return several values as positive ints; an error names the keyword argument."""
+    """Return the values as ints if all are positive integers; an error names the keyword argument."""
     return [check_positive_int(value, name) for name, value in values.items()]
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` as a float if it is a real number in Python or NumPy; raise TypeError naming `name`."""
+    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
     return float(value)
@@ -70,9 +70,9 @@ def check_pruning_rate(q, name: str = "q") -> float:
 
 
 def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
-    """Raise an error unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
+    """Return `tensor` if it is a Tensor that matches `shape`, e.g. `(("patches", 64), "values")`; else raise an error.
 
-    An int must match exactly. In a (counted, int) pair, the int must match, and the string names
+    An int must match exactly. In a (string, int) pair, the int must match, and the string names
     the unit in the message. A string or None matches any size.
     """
     if not isinstance(tensor, Tensor):
@@ -91,8 +91,8 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 def check_floats(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it contains floating-point numbers; raise TypeError naming `name`.
 
-    Integers (unnormalised pixels), booleans and complex numbers raise TypeError. So do float8 and
-    quantised values, which have no meaning without their scale.
+    Integers (such as unnormalised pixels), booleans and complex numbers raise TypeError, as do
+    float8 and quantised values, which mean nothing without their scale.
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
@@ -161,7 +161,7 @@ def check_plan(encoder: Any, layouts: list) -> list:
 
 def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PATCHES) -> tuple[int, ...]:
     """Return `values` as Python ints, one for each name in `row`, such as "(t, h, w)".
-    Each must be at least `least`, and their product at most `most`."""
+    Each int must be at least `least`, and the product of all at most `most`."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
         raise ValueError(f"{name}: expected {row}, got {values!r}")
@@ -176,11 +176,11 @@ def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PAT
 
 
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
-    """Return the mask of prompts (B, L) as booleans: True for tokens, False for padding.
+    """Return the attention mask of the prompts, (B, L) bool: True for tokens, False for padding.
 
-    attention_mask: a (B, L) tensor of zeros and ones, or None if there is no padding. Raises a
-    TypeError or ValueError that names the argument for empty prompts, padding that is not on the
-    left, and ids outside the vocabulary.
+    attention_mask: a (B, L) tensor of zeros and ones, or None if there is no padding. Raises
+    TypeError or ValueError, naming the argument, for empty prompts, for padding that is not on
+    the left, and for ids outside the vocabulary.
     """
     ids = check_integers(check_shape(input_ids, ("B", "L"), "input_ids"), "input_ids").cpu()
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
@@ -195,9 +195,9 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 
 
 def as_sequence(values, name: str, of: str = "") -> Sequence:
-    """Return `values` as a sequence: a tensor becomes lists, and a string is refused.
+    """Return `values` as a sequence, with tensors converted to lists; strings do not count as sequences.
 
-    Raises TypeError naming `name`. of: the items in the message, such as " of (t, h, w)".
+    Raises TypeError, naming `name`, for other values. of: the items in the message, such as " of (t, h, w)".
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
@@ -206,7 +206,7 @@ def as_sequence(values, name: str, of: str = "") -> Sequence:
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
-    """Return one positive float for each of `count` videos. values: a sequence, or a tensor (videos,)."""
+    """Return `values` as one positive float for each of `count` videos. values: a sequence, or a tensor (videos,)."""
     values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
@@ -214,7 +214,7 @@ def as_seconds(values, count: int, name: str) -> list[float]:
 
 
 def is_grid(layout: object) -> bool:
-    """Return whether a layout is (t, h, w), the form that Qwen and GLM use."""
+    """Return whether a layout is a grid (t, h, w), as in Qwen and GLM."""
     return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
@@ -235,7 +235,7 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the end of an error message: a suggestion of the most similar allowed name.
+    """Return the end of an error message, which suggests the most similar allowed name.
 
     The result is empty if no name is similar.
     """
@@ -244,7 +244,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def printable(text: object) -> str:
-    """Return a path or message on one line, shortened; see `plain`."""
+    """Return a path or message as one short line, escaped as in `plain`."""
     text = plain(str(text).replace("\n", " "))
     return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"
 
@@ -271,8 +271,8 @@ def read_json(path: Path) -> dict:
 
 @contextmanager
 def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn errors in the `with` block into ValueErrors that begin with `what`, such as a file,
-    except for the types in `passed`.
+    """Turn errors in the `with` block, except those of the types in `passed`, into ValueErrors
+    that begin with `what`, such as a file.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """A table of model families: the encoder, processor and text model for a config.json.
 
-A row names its parts as "file:class" in encoders/, processors/ and language/. A part is imported
-when it is used, so a model imports only the files of its own family. `refvl.loading` builds the
-parts.
+An entry names its parts as "file:class" in encoders/, processors/ and language/. A part is
+imported when it is used, so a model imports only the files of its own family. `refvl.loading`
+builds the parts.
 """
 
 import re
@@ -41,10 +41,10 @@ class Family:
     encoder_name: str  # "file:class", like the next two names
     processor_name: str
     text_name: str = "model:CausalTextModel"
-    vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the vision tower's names in checkpoints
-    config: Callable[..., PretrainedConfig] | None = None  # a reader of config.json if transformers has no class for it
+    vision_prefix: str = r"^(model\.)?visual\."  # a regular expression for the tower's weight names in checkpoints
+    config: Callable[..., PretrainedConfig] | None = None  # reads config.json if transformers has no class for it
     version: str | None = None  # the version, if families share a model_type (see `minicpmv_version`)
-    left_out: str = "(?!)"  # a regular expression for checkpoint names that are neither vision nor text
+    left_out: str = "(?!)"  # a regular expression for names of weights outside vision and text
     names_class: bool = False  # whether a checkpoint's files name the class of the processor
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why the family lacks it
 
@@ -65,7 +65,7 @@ class Family:
 
     @property
     def can(self) -> Mapping[str, bool]:
-        """Whether this family has each of the `CAPABILITIES`, by name."""
+        """A mapping from each of the `CAPABILITIES` to whether this family has it."""
         return {capability: capability not in self.cannot for capability in CAPABILITIES}
 
     def require(self, capability: str) -> None:
@@ -141,7 +141,7 @@ CANVAS_IDS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id"
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
-    """Return the family of a config; raise ValueError listing the known families."""
+    """Return the family of a config; raise ValueError, listing the supported values, if there is none."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     families = {family.version: family for family in FAMILIES if model_type in family.model_types}
     if not families:
@@ -159,8 +159,8 @@ def find_family(config: PretrainedConfig | dict) -> Family:
 def minicpmv_version(values: dict) -> str:
     """Return the version of a MiniCPM-V config.json: the version it names, or else the version that its sizes imply.
 
-    The configs of the first two releases name no version. A width of 2304 with 64 queries per slice implies 2.0; all
-    other configs are those of 2.5.
+    The configs of the first two releases name no version. A width of 2304 with 64 queries per slice implies 2.0; any
+    other sizes imply 2.5.
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)
@@ -169,7 +169,7 @@ def minicpmv_version(values: dict) -> str:
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
     """Return a transformers config from a folder, a JSON file of any name, a dict or a config; check its family first.
 
-    Raises ValueError, naming the file, if it does not contain a JSON object.
+    Raises ValueError, naming the file, if the file does not contain a JSON object.
     """
     if isinstance(source, PretrainedConfig):
         find_family(source)
@@ -191,7 +191,7 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
 
 
 def _without_code(values: dict) -> dict:
-    """Remove kernel names from all levels of a config, because transformers would fetch these kernels from the hub."""
+    """Return a config without any kernel names, because transformers would fetch these kernels from the hub."""
     kept = {key: value for key, value in values.items() if not re.search(r"_implementation(_internal)?$", str(key))}
     return {key: _without_code(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -199,7 +199,7 @@ def _without_code(values: dict) -> dict:
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text config, including settings that belong to it but are stored elsewhere in the config.
 
-    These settings are the tie between embedding weights and output head (in older configs), the
+    These settings are whether embeddings and output head share weights (in older configs), the
     number of layers that add DeepStack features, and the ids of a canvas's special tokens.
     """
     text_config = config.get_text_config()
@@ -214,9 +214,9 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Any:
-    """Load the processor of the checkpoint in `folder`; without a tokenizer, it can plan but not build prompts.
+    """Load the processor from a checkpoint's `folder`; a processor without a tokenizer can plan but not build prompts.
 
-    The class is the family's, unless the files of `folder` name a different GLM class.
+    The class is that of the family, unless the files in `folder` name a different GLM class.
     """
     family = find_family(config)
     processor = family.processor

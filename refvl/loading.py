@@ -30,8 +30,8 @@ PLACEMENT = (  # arguments of transformers' `from_pretrained` that place the tex
 
 
 class NoText:
-    """The value of `model.language_model` without a text model: it is falsy, and reading an
-    attribute raises ValueError.
+    """The value of `model.language_model` if there is no text model: it is falsy, and
+    reading its attributes raises ValueError.
     """
 
     def __bool__(self) -> bool:
@@ -67,7 +67,7 @@ def load(
     """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl". With
-        random weights, also a config, or the name of a shipped config, such as
+        random weights, it may also be a config, or the name of a shipped config, such as
         "Qwen2.5-VL-7B-Instruct.json".
     device: "auto" uses CUDA if available; with torchrun, "auto" and "cuda" give each process its
     own GPU.
@@ -79,7 +79,7 @@ def load(
     weights: "checkpoint", or "random" to build the full-size model from a config alone (a folder, a
     JSON file, a dict). On device "meta", no memory is needed.
     text: False omits the language model. Then only the vision tower's weights are read or
-    downloaded, and only `encode` and `feature_map` can run (`refvl.serving.features`).
+    downloaded, and only `encode` and `feature_map` (`refvl.serving.features`) can run.
     graphs: True captures the encoder in graphs at load time (CUDA graphs, or the trace backend on
     other devices); a dict sets the options of `EncoderGraphManager`.
     media_cache: a `MediaCache` (`refvl.serving.media_cache`), or the number of tokens whose
@@ -87,16 +87,16 @@ def load(
     compile: True generates answers with a cache of fixed size, for which transformers compiles the
         decode step on CUDA. The first answer then takes longer, and later answers take less time.
         If the tower runs varlen attention, its blocks are compiled at load time, with a progress
-        bar. On other devices, only the size of the cache is fixed.
-    max_cache_len: the minimum size of that cache in tokens, for the prompt and the answer. None:
+        bar. Without CUDA, only the size of the cache is fixed.
+    max_cache_len: the minimum size of the fixed-size cache, in tokens of prompt and answer. None:
     the size that the longest previous call needed; each longer call makes transformers compile
     again.
     adapters: folders or hub ids of LoRA adapters to attach; their effects add up
-    (`refvl.serving.adapters`). If a folder contains both an adapter and weights, `adapters` is
-    required; [] ignores the adapter.
+    (`refvl.serving.adapters`). If the checkpoint's folder also contains an adapter, `adapters` is
+    required; [] ignores that adapter.
     revision, cache_dir, token, local_files_only: as in `huggingface_hub.snapshot_download`.
     model_kwargs: arguments of transformers' text model, for example `attn_implementation`.
-        `device_map="auto"`, or a map, distributes its layers over devices, memory and disk (needs
+        `device_map="auto"`, or a map, distributes layers over devices, host memory and disk (needs
         accelerate). `distributed_config=DistributedConfig(tp_plan="auto")` of
         `transformers.distributed` splits every layer among the processes of torchrun. The vision
         tower is not split; it stays on `device`.
@@ -147,7 +147,7 @@ def load(
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
     """Return the checkpoint's folder (None for a config alone), and the folder of the processor's files, or None.
 
-    The processor's files are next to config.json; those of NAME.json are in the folder NAME.
+    The processor's files are next to config.json; those of a config NAME.json are in the folder NAME.
     """
     if not isinstance(path_or_id, (str, Path)):
         return None, None
@@ -181,7 +181,7 @@ def _check_arguments(path_or_id, weights, text: bool, graphs, compile: bool, max
 
 
 def _with_cache(media_cache: Any) -> Callable[..., VLM]:
-    """Return a function that makes a model with a `MediaCache`; `media_cache`: the cache, or
+    """Return a function that makes a model with a `MediaCache`. media_cache: the cache, or
     its size in tokens.
     """
     from refvl.serving.media_cache import CachedVLM, MediaCache
@@ -191,7 +191,7 @@ def _with_cache(media_cache: Any) -> Callable[..., VLM]:
 
 
 def _check_features(family: families.Family, config: PretrainedConfig, graphs: bool | dict | None, options: dict):
-    """Raise ValueError for a feature that the family does not support, and TypeError for unknown options of graphs."""
+    """Raise ValueError for a feature that the family does not support, and TypeError for unknown graph options."""
     if graphs:
         family.require("graphs")
     if options.get("quantization_config") or getattr(config, "quantization_config", None):
@@ -203,9 +203,9 @@ def _check_features(family: families.Family, config: PretrainedConfig, graphs: b
 
 
 def _check_adapters(adapters: Any, folder: Path | None) -> None:
-    """Raise TypeError unless `adapters` is a list.
+    """Raise TypeError unless `adapters` is a list or None.
 
-    Raise ValueError for None if there is an adapter next to the weights.
+    Raise ValueError if `adapters` is None although there is an adapter next to the weights.
     """
     if adapters is None:
         if folder and (folder / "adapter_config.json").is_file():
@@ -230,7 +230,7 @@ def _load_models(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Load the encoder and the text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # it may be outside text_config
+    if (how := getattr(config, "quantization_config", None)) is not None:  # this key may be outside text_config
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
@@ -256,7 +256,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: families.Family) -> None:
-    """Warn about the parts of a checkpoint that belong to neither vision nor text, and name these parts."""
+    """Warn, by name, of the parts of a checkpoint that belong to neither vision nor text."""
     skipped = [name.split(".")[0] for name in checkpoints.weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
@@ -279,10 +279,10 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 
 
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
-    """Build the tower with uninitialised weights on `device`, which take no memory on `meta`.
+    """Build the tower on `device` with uninitialised weights, which take no memory on `meta`.
 
-    stored: the number of values in the checkpoint; raises ValueError, before memory is allocated, if the tower has more
-    than twice as many values.
+    stored: the number of the tower's values in the checkpoint. Raises ValueError, before memory is allocated, if the
+    tower would have more than twice as many.
     """
     with torch.device("meta"):
         encoder = families.find_family(config).encoder.from_config(config, attention=attention)
@@ -305,8 +305,8 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """If there is a text model, let it decode with a cache of fixed size. If attention is varlen,
-    compile the tower's blocks by encoding a blank image.
+    """If there is a text model, let it decode with a cache of fixed size. If the tower runs
+    varlen attention, compile its blocks by encoding a blank image.
     """
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
@@ -321,7 +321,7 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> Any:
     """Capture the encoder in graphs.
 
-    If the checkpoint's largest image is small, as in tiny models, that image determines the smallest budget.
+    If the largest image that the model accepts is small, as in tiny models, it determines the smallest budget.
     """
     from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
     from refvl.serving.options import check_runnable
@@ -343,14 +343,14 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
         torch.empty(0, device=device)
     except Exception as error:  # each kind of device raises its own error, and some errors do not name the device
         raise ValueError(f"device: {str(device)!r} is absent from this machine or this build of torch") from error
-    if device == torch.device("cuda"):  # with an index, because each thread has its own current device
+    if device == torch.device("cuda"):  # add an index, because each thread has its own current device
         own = os.environ.get("LOCAL_RANK")  # with torchrun, each process has its own GPU
         device = torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return device
 
 
 def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype; "auto" is the checkpoint's own on a GPU, and float32 on a CPU."""
+    """Return the torch dtype; "auto" selects the checkpoint's own dtype on a GPU, and float32 on a CPU."""
     if dtype == "auto":
         own = config.dtype or config.get_text_config().dtype or torch.float32
         dtype = torch.float32 if device.type == "cpu" else own

@@ -1,7 +1,7 @@
 """Merge embeddings into the prompt: find the tokens that each media item fills, and replace them with its embeddings.
 
-Placeholder tokens mark the locations. They are matched strictly with the media: a prompt whose placeholders do not fit
-the layouts raises an error instead of shifting an image.
+Placeholder tokens mark the locations of media. If a prompt's placeholders do not match the layouts exactly, an error
+is raised, so no image is ever shifted.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from refvl.positions import MediaSpan, find_pruner
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The tokens of one media item as the language model sees them: their grid, and the scale of its time axis."""
+    """The tokens of one media item as the language model sees them: their grid, and the scale of the time axis."""
 
     kind: str  # "image" or "video"
     thw: tuple[int, int, int]  # in merged tokens
@@ -29,7 +29,7 @@ class MediaTokens:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """The extents of each run of consecutive placeholders of the item.
+        """The extents (t, h, w) of each run of consecutive placeholders.
 
         By default, a single run contains all tokens.
         """
@@ -60,8 +60,8 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
     if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
-    end in text. The error is also raised if two runs of one item touch each other. Text always separates frames and
-    crops, so touching runs mean that the prompt's lengths or order do not match.
+    end in text. The error is also raised if two runs of one item are adjacent: because text always separates frames and
+    crops, the lengths or the order of such a prompt do not match the media.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -94,7 +94,7 @@ def media_places(spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """Return the text embeddings, (L, D), with the rows of all spans replaced with the media's, (M, D) in total."""
+    """Return the text embeddings, (L, D), with the rows of all spans replaced by the media's rows, (M, D)."""
     merged_LD = text_embeds_LD.clone()
     if media_embeds:
         places_M = media_places(spans)
@@ -120,7 +120,7 @@ def keep_in_prompt(
 
 
 def left_pad(rows: Sequence[Tensor], value=0) -> tuple[Tensor, Tensor]:
-    """Stack rows (L_i, ...) into (B, L, ...) with padding on the left; return them with their (B, L) int64 mask."""
+    """Stack sequences (L_i, ...) into (B, L, ...), padded on the left; return the stack and its (B, L) int64 mask."""
     length = max(len(row) for row in rows)
     batch = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
     mask = torch.zeros(len(rows), length, dtype=torch.int64, device=rows[0].device)

@@ -1,7 +1,7 @@
 """The public class `VLM`, which `refvl.load` returns: it adds all other methods to the path of
 `refvl.pipeline`.
 
-Each method is short and imports its folder when called, so a plain answer needs only the stages.
+Each method is short and imports its folder only when called, so a plain answer needs only the stages.
 
 chat, trace               one question; `trace` keeps the result of every stage (study/watch.py)
 chat_batch, answer_each   many questions, decoded together (serving/batches.py)
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class VLM(Pipeline):
     """A vision-language model in three accessible parts: `processor`, `encoder`, `language_model`.
 
-    There is no `to`: plans, graphs and caches belong to a device and a dtype, which `refvl.load` chooses.
-    `encoder.dtype` and `language_model.dtype` name the dtype.
+    There is no `to` method, because plans, graphs and caches belong to the device and dtype that
+    `refvl.load` chooses. `encoder.dtype` and `language_model.dtype` name the dtype.
     """
 
     media_cache: Any = None  # a `MediaCache`, if `refvl.load` was given one
-    adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into these parts
+    adapters: Any = None  # a PEFT model, if `refvl.adapters.attach` has put its layers into this model
 
     def chat(
         self,
@@ -50,21 +50,21 @@ class VLM(Pipeline):
 
         prompt: text, or messages with media anywhere in them, in the forms of docs/migrate.md.
         images, videos: paths, PIL images, arrays, frame lists; they come before the text,
-        images first, or fill the parts of messages that have no source. max_new_tokens: None
-        for as many as fit into the context. pruning_rate: the share of a video's tokens that is
-        dropped, in [0, 1). pruning: the method that selects these tokens, "evs" or "vidcom2"
-        (`refvl.positions.PRUNERS`). allow_special_tokens: whether special tokens in the
-        caller's text keep their meaning instead of being treated as plain text.
-        template_kwargs: variables of the chat template, such as `tools` or `enable_thinking`.
-        prefill_chunk: the number of prompt tokens to prefill at a time, so only the cache grows
-        with the prompt (`refvl.serving.long_prompts`). None prefills the whole prompt at once.
-        stream: whether to return a generator of text pieces. Closing or deleting the generator
-        ends the generation within one token. generate_kwargs: options of transformers'
-        `generate` that produce one answer in text (`num_beams`, `stop_strings`, `streamer`,
-        ...), and `seed` for sampling. A temperature of 0 means greedy decoding. Errors: see
-        `trace`.
+        images first, or fill the parts of messages that have no source. max_new_tokens: the
+        limit; None: as many tokens as fit into the context. pruning_rate: the share of a
+        video's tokens that is dropped, in [0, 1). pruning: the method that selects these
+        tokens, "evs" or "vidcom2" (`refvl.positions.PRUNERS`). allow_special_tokens: whether
+        special tokens in the caller's text keep their meaning instead of being treated as plain
+        text. template_kwargs: variables of the chat template, such as `tools` or
+        `enable_thinking`. prefill_chunk: the number of prompt tokens to prefill at a time, so
+        only the cache grows with the prompt (`refvl.serving.long_prompts`). None prefills the
+        whole prompt at once. stream: whether to return a generator of text pieces. Closing or
+        deleting the generator ends the generation within one token. generate_kwargs: options of
+        transformers' `generate` that produce one answer in text (`num_beams`, `stop_strings`,
+        `streamer`, ...), and `seed` for sampling. A temperature of 0 means greedy decoding.
+        Errors: see `trace`.
         """
-        beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may ask for several
+        beams = self.language_model.generation_config.num_beams or 1  # a checkpoint may set more
         runs_plainly = beams == 1 and self.encoder.device.type != "meta"
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens, template_kwargs)
         if generate_kwargs or stream or prefill_chunk is not None or not runs_plainly:
@@ -100,13 +100,13 @@ class VLM(Pipeline):
         replace: Mapping[str, Callable] | None = None,
         **request,
     ) -> "Trace":
-        """Run like `chat`, but keep the result of every stage and the time it took; `request`: arguments of `chat`.
+        """Run like `chat`, but keep the result and the time of every stage. request: arguments of `chat`.
 
         attentions, hidden_states: keep the attention weights of all heads, and the values between
-        blocks, for both the tower and the language model (see `Trace`). Both models then run eagerly with the same
-        weights, even if graphs are captured. For long prompts, the attention weights need much
+        blocks, for both the tower and the language model (see `Trace`). These two models then run
+        eagerly, with unchanged weights, even if graphs are captured. For long prompts, the attention weights need much
         memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
-        f receives the result of the stage, and the run continues with its return value
+        f receives the result of the stage, and the run continues with f's return value
         (`refvl.study.interventions`). With `prefill_chunk`, pixels and embeddings are freed during
         the run. With beams, prefill and decoding are one stage.
         Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
@@ -119,7 +119,7 @@ class VLM(Pipeline):
         return watch.trace(self, prompt, attentions=attentions, hidden_states=hidden_states, replace=replace, **request)
 
     def chat_batch(self, requests: Sequence[dict], **options) -> list[str]:
-        """Answer independent requests, in order, as many together as fit (`refvl.serving.batches.chat_batch`).
+        """Answer independent requests in order, as many at a time as fit (`refvl.serving.batches.chat_batch`).
 
         requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`. options: default
         arguments of `chat` for all requests, and those of `refvl.serving.batches.chat_batch`.
@@ -152,7 +152,7 @@ class VLM(Pipeline):
     def feature_map(self, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
         """Return an image or a video as a grid of features, (t, h, w, D); a list of items gives a list of grids.
 
-        A list of frames alone is a list of images; a tuple of frames is a video
+        A list of frames counts as a list of images, and a tuple of frames as a video
         (`refvl.serving.features`). blocks: the tower blocks, with -1 for the last. With blocks, the
         result is a list with one map per block, (t, H, W, E).
         """
@@ -161,10 +161,10 @@ class VLM(Pipeline):
         return features.feature_map(self, medium, blocks=blocks)
 
     def with_stages(self, **functions: Callable) -> "VLM":
-        """Return a Qwen2.5-VL that shares the weights and runs your functions in place of nine of the library's.
+        """Return a Qwen2.5-VL that shares this model's weights but runs your functions in place of the library's.
 
         functions: `target_size`, `patch_rows`, `window_index`, `rotate`, `attend`, `fold`, `mrope`, `evs` or `replay`,
-        in the signatures of `refvl.study.stages.Stages`.
+        with the signatures of `refvl.study.stages.Stages`.
         """
         from refvl.study import stages
 

@@ -9,7 +9,7 @@ merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to the tokens that are kept
 prefill, decode   language/          embeddings + positions -> token ids -> text
 
-`refvl.load` returns a `VLM` (model.py): its `chat` makes these two calls, and its other methods build on them.
+`refvl.load` returns a `VLM` (model.py), whose `chat` makes these two calls; its other methods build on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class Request:
     pruning_rate: float = 0.0  # the share of a video's tokens that is dropped, in [0, 1)
     pruning: str = "evs"  # the method, a key of `refvl.positions.PRUNERS`
     allow_special_tokens: bool = False  # whether special tokens in the prompt keep their meaning
-    template_kwargs: Mapping[str, Any] | None = None  # further variables of the chat template, such as `tools`
+    template_kwargs: Mapping[str, Any] | None = None  # additional variables of the chat template, such as `tools`
 
     def __post_init__(self):
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
@@ -87,7 +87,7 @@ class Pipeline:
         return trace
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Encode patch rows: set `embeds`, (M, W) per item, and their plans; graphs run if any were captured.
+        """Encode patch rows, with graphs if any were captured; set the trace's plans and `embeds`, (M, W) per item.
 
         rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item. Raises
         ValueError, naming the item, for embeddings that are not finite.
@@ -122,12 +122,12 @@ class Pipeline:
         trace.inputs_embeds, trace.deepstack = kept_LW.tensor_split([self.language_model.config.hidden_size], dim=1)
 
     def position(self, trace: Any) -> None:
-        """Compute the positions of the full layout, then select those of the kept tokens; at q = 0, nothing changes."""
+        """Compute the positions of the full layout, then select those of the kept tokens."""
         trace.full_positions = self.language_model.positions(trace.full_ids, trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
     def answer(self, trace: Any, max_new_tokens: int | None, *, streamer: Any = None, **options) -> GenerateOutput:
-        """Prefill and decode; set `token_ids`, `text`, and the seconds of both stages."""
+        """Prefill the prompt and decode the answer; set `token_ids`, `text`, and the seconds of both stages."""
         timer = TokenTimer(trace.device, [streamer])
         output = self.decode([trace], max_new_tokens, streamer=timer, **options)
         start, first = timer.times[:2]
@@ -140,8 +140,8 @@ class Pipeline:
     def decode(self, traces: Sequence[Any], max_new_tokens: int | None, **options) -> GenerateOutput:
         """Return transformers' output, whose `sequences` (B, new) continue prepared prompts, padded on the left.
 
-        options: the options of transformers' `generate`. With `past_key_values`, all tokens of the prompt except the
-        last are cached.
+        options: the options of transformers' `generate`. If they contain `past_key_values`, this cache holds all
+        tokens of the prompt except the last.
         """
         text = self.language_model
         pad_id = text.generation_config.pad_token_id or 0
@@ -151,7 +151,7 @@ class Pipeline:
         positions_3BL = torch.stack(positions, dim=1)
         first_B = torch.tensor([t.positions.shape[1] + t.delta for t in traces])  # the first position of each answer
         shift_B3 = (first_B - positions_3BL[..., -1] - 1).T
-        if shift_B3.any():  # only if positions or delta were replaced, because a prompt ends in text
+        if shift_B3.any():  # nonzero only if positions or delta were replaced, because a prompt ends in text
             options["position_shift"] = shift_B3.to(text.device)
         if "past_key_values" not in options:
             options["inputs_embeds"], _ = left_pad([t.inputs_embeds for t in traces])
@@ -164,8 +164,8 @@ class Pipeline:
 
     @torch.inference_mode()
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
-        """Return one (M, W) tensor per item, images first. Large inputs run in several forward
-        passes, with a progress bar.
+        """Return the embeddings of each item, (M, W), images first. Large inputs run in
+        several forward passes, with a progress bar.
 
         W is the language model's width D, or D * (1 + k) if the model also accepts k DeepStack features.
         """

@@ -1,4 +1,4 @@
-"""The record of a run: the tensors and seconds of every stage, and the check of results; imports nothing of refvl."""
+"""The record of a run, with the tensors and seconds of every stage; this file imports no other file of refvl."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ class Record:
     keep: Tensor = LATER  # (L_full,) bool
     input_ids: Tensor = LATER  # (L,) full_ids[keep]
     inputs_embeds: Tensor = LATER  # (L, D)
-    deepstack: Tensor = LATER  # (L, W - D), zeros for text: k layers' features, added to hidden states
+    deepstack: Tensor = LATER  # (L, W - D): DeepStack features, which k layers add; zeros for text
     positions: Tensor = LATER  # (3, L)
     delta: int = 0  # the position of decode step k is L + k + delta
     chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if the prompt was prefilled in chunks
@@ -50,17 +50,17 @@ class Record:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `seconds`; the parts of a stage that runs several times add up."""
+        """Add a stage's time to `seconds`; if a stage runs several times, its times are summed."""
         start = synchronized_time(self.device)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + synchronized_time(self.device) - start
 
 
 def check_finite(items: Iterable[Tensor], what: str) -> None:
-    """Raise ValueError for the first of several tensors that has a value that is not finite.
+    """Raise ValueError if a tensor contains a value that is not finite; the error names the first such tensor.
 
-    what: the stage and the word for a tensor, for the message. All sums are copied to the host
-    together, so the host waits only once.
+    what: the stage and the word for a tensor, for the message. The sums of all tensors are
+    copied to the host together, so the host waits only once.
     """
     sums = [item.sum(dtype=torch.float32) for item in items]
     finite = torch.stack(sums).isfinite().tolist() if sums else []

@@ -1,9 +1,9 @@
 """Budgets: the sizes for which graphs are captured, and the items that share one replay.
 
-A captured graph has fixed sizes, so one graph is captured per token budget. The budgets are powers
-of two between the smallest sensible output and the largest allowed output. Arriving items are
-packed into the smallest budget that fits them. A replay computes the whole budget even if it is not
-full; the unused share is the padding waste.
+A captured graph has fixed sizes, so one graph is captured per token budget. By default, the budgets
+double from the smallest sensible output to the largest allowed output. Arriving items are packed
+into the smallest budget that fits them. A replay always computes the whole budget; the unused share
+is the padding waste.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from refvl.graphs.packing import Capacity, greedy, pack
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
 FRAME_TOKENS = 2**16
-"""The limit exists because a capture starts attention blocks for `max_frames` frames, each as long as the whole budget:
-any frame may be that long. But all frames together are at most as long as the budget, so one block in `max_frames`
-has work, and the empty blocks take time. With 64 frames, 4,096 tokens and 16 heads, a layer starts 131,072 blocks,
-of which 2,048 have work; with 16 frames, it starts 32,768. Batches with more frames run eagerly, which costs little
-at this size, because the GPU needs more time than the host.
+"""This limit exists because a captured attention kernel launches thread blocks for `max_frames` frames, each assumed to
+be as long as the whole budget. But all frames together are at most that long, so only one thread block in `max_frames`
+has work, and the empty ones take time. With 64 frames, 4,096 tokens and 16 heads, a layer launches 131,072 thread
+blocks, of which 2,048 have work; with 16 frames, it launches 32,768. Batches with more frames run eagerly, which costs
+little at this size, because the GPU needs more time than the host.
 """
 
 
@@ -27,14 +27,14 @@ at this size, because the GPU needs more time than the host.
 class Batch:
     """Items that run together, as indices into the caller's order; if `budget` is None, they run eagerly.
 
-    path: the path that they run on, if the encoder has several. tokens: the output tokens of the
-    items on that path.
+    path: the path on which the items run, if the encoder has several. tokens: the number of
+    output tokens of the items on that path.
     """
 
     indices: tuple[int, ...]
     budget: int | None
     path: str = field(default="", repr=False)
-    tokens: int = field(default=0, repr=False, compare=False)  # derived from the indices, so it is not compared
+    tokens: int = field(default=0, repr=False, compare=False)  # follows from the indices, so it is not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Limits:
     """The limits of one path's graphs: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
     frame_tokens: the maximum product of frames and output tokens in a capture; if None, every
-    budget allows max_frames.
+    budget allows `max_frames` frames.
     """
 
     budgets: tuple[int, ...]
@@ -67,7 +67,7 @@ class Limits:
 
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
-    """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last one.
+    """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last budget.
 
     Raises ValueError for budgets below 1.
 
@@ -89,10 +89,10 @@ def infer_limits(
     """Infer the limits that the user does not set. min_budget, max_budget: the values that the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` must not exceed the
-    smallest budget. If only `max_items` is given, it raises the smallest budget. Repeated
-    budgets count once. By default, a replay may contain as many frames as items, and at least
-    32; large budgets allow fewer frames (see `FRAME_TOKENS`). Raises ValueError if the
-    invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
+    smallest budget. If `budgets` is None, a large `max_items` raises the smallest budget.
+    Repeated budgets count once. By default, a replay may contain as many frames as items, but
+    at least 32; large budgets allow fewer frames (see `FRAME_TOKENS`). Raises ValueError if
+    limits contradict each other. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
     min_budget, max_budget = check_positive_ints(min_budget=min_budget, max_budget=max_budget)
     if min_budget > max_budget:
@@ -118,16 +118,16 @@ def plan_batches(
 ) -> list[Batch]:  # fmt: skip
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: the tokens of each item (an item may be empty). frames: the frames of each
-    item, limited by `max_frames` per batch (optional). policy: "greedy" adds sorted items to a
-    batch while they fit the largest budget. "optimal" minimises the sum of budgets, then the
-    number of batches. It searches all partitions of up to 12 items; it cuts more items, in
-    sorted order, into consecutive batches.
+    output_tokens: the number of tokens of each item, which may be 0. frames: the number of
+    frames of each item (optional); `max_frames` limits their sum per batch. policy: "greedy"
+    adds sorted items to a batch while they fit the largest budget. "optimal" minimises the sum
+    of budgets, then the number of batches. For up to 12 items, it searches all partitions; it
+    cuts longer sorted lists into consecutive batches.
 
-    The batch with the smallest item comes first; items that fit no graph come last, each alone,
-    with budget None. Every index appears once, and equal arguments give equal batches. Raises
-    ValueError for an unknown policy, for limits below 1, or if an item lacks a number of
-    frames.
+    Batches are in the order of their smallest items; items that fit no graph come last, each
+    alone, with budget None. Every index appears once, and equal arguments give equal batches.
+    Raises ValueError for an unknown policy, for limits below 1, or for lists of different
+    lengths.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
     [(0, 2), (1,)]
@@ -150,8 +150,8 @@ def pack_items(
 ) -> list[Batch]:
     """Pack items as `plan_batches` does, without its checks. sizes: (patch rows, output tokens, frames) by index.
 
-    Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits
-    both.
+    The token count does not determine the row count, so both must fit the graph of a batch's
+    budget.
     """
     items = {i: (tokens, frames, rows) for i, (rows, tokens, frames) in sizes.items()}
     order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
@@ -174,11 +174,11 @@ def pack_items(
 def plan_paired_batches(
     path_tokens: Sequence[Mapping[str, int]], budgets: Mapping[str, Sequence[int]], max_items: int
 ) -> list[PairedBatch]:
-    """Pack items once for all paths, smallest first, while every path's tokens fit its largest budget.
+    """Pack items once for all paths, smallest first, while the tokens fit the largest budget of every path.
 
-    path_tokens: the output tokens of each item on each path. budgets: the budgets of each path. An
-    item that is too large for a path forms a separate batch: that path runs eagerly, and the others
-    replay. Upstream: the greedy plan of vLLM's dual-path manager.
+    path_tokens: the number of output tokens of each item on each path. budgets: the budgets of each
+    path. An item that is too large for a path forms a separate batch: that path runs eagerly, and
+    the other paths replay graphs. Upstream: the greedy plan of vLLM's dual-path manager.
 
     Raises ValueError if max_items is below 1.
 
@@ -205,8 +205,8 @@ def plan_paired_batches(
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
     """Return the share of padding among the tokens that replays compute; items that run eagerly do not count.
 
-    output_tokens: the tokens of each item, as in `plan_batches`; None: those stored in the batches.
-    Without replays, the share is 0.
+    output_tokens: the tokens of each item, as in `plan_batches`; None: the numbers stored in the
+    batches. Without replays, the share is 0.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25

@@ -1,15 +1,15 @@
 """Static buffers: fixed addresses, changing contents.
 
-A captured graph reads the same memory at every replay. Here that memory is the encoder's own
-metadata dataclass at full capacity, plus the buffer of patch rows. Before a replay, each field is
-padded by the rule in its definition, so nothing of the previous batch remains. A field without a
-rule raises TypeError, so it cannot cause stale data. Integers are baked in at capture, so they are
-capacities that a batch must not exceed.
+A captured graph reads the same memory at every replay: the buffer of patch rows, and the encoder's
+own metadata dataclass at full capacity. Before a replay, each field is padded by the rule in its
+definition, so nothing of the previous batch remains. A field without a rule raises TypeError, so
+no field can keep stale data. Integers are baked into the graph at capture, so they are capacities
+that a batch must not exceed.
 
     rule          what follows the contents
     zero          0
     repeat_last   the last value: cumulative lengths continue with empty segments
-    identity      the index itself: a permutation stays one
+    identity      the index itself: a permutation stays a permutation
     empty         nothing; the field (a tuple) is not used inside a graph
 """
 
@@ -34,9 +34,9 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped,
-    and dataclasses are filled in turn. Raises TypeError for a field of a different class or without
-    a padding rule, and ValueError if a value exceeds the captured capacity.
+    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped, and
+    nested dataclasses are filled recursively. Raises TypeError for metadata of a different class or
+    a field without a padding rule, and ValueError if a value exceeds the captured capacity.
     """
     fill_together(list(fields_to_fill(buffers, metadata)))
 
@@ -60,7 +60,7 @@ def fields_to_fill(buffers, metadata) -> Iterator[Fill]:
 
 
 def fill_together(fills: Sequence[Fill]) -> None:
-    """Apply `fill_padded` to several buffers; all are checked before one is filled.
+    """Apply `fill_padded` to several buffers; all are checked before any is filled.
 
     On a GPU, one kernel copies all contents and another writes all zeros, because launches take
     longer than copies.
@@ -82,7 +82,7 @@ def fill_together(fills: Sequence[Fill]) -> None:
             copies.append((rest, torch.arange(len(values), len(buffer), dtype=buffer.dtype, device=buffer.device)))
         elif len(rest):
             rest.copy_(values[-1].expand_as(rest))
-    # torch has one kernel for all tensors only if their dtypes are equal, here 32-bit words
+    # torch copies all tensors with one kernel only if their dtypes are equal, so view them as 32-bit words
     if all(to.dtype == x.dtype and to.nbytes % 4 == 0 and x.is_contiguous() for to, x in copies):
         copies = [(to.flatten().view(torch.int32), x.flatten().view(torch.int32)) for to, x in copies]
     if all((x.data_ptr() | x.nbytes) % 4 == 0 for x in zeros):
@@ -93,7 +93,7 @@ def fill_together(fills: Sequence[Fill]) -> None:
 
 
 def metadata_tensors(metadata, prefix: str = "") -> dict[str, Tensor]:
-    """Return all tensors of a metadata dataclass that a graph reads, by name.
+    """Return the tensors that a graph reads from a metadata dataclass, by name.
 
     Nested tensors have names such as `vision.cos`.
     """

@@ -18,9 +18,9 @@ Pool = Any
 class CudaGraph:
     """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`.
 
-    Graphs of one `pool` share memory. stream: the stream for warm-up and capture; it must differ
-    from the current one. Libraries keep a workspace per stream, so graphs that share a pool should
-    share the stream, too. None: a new stream on the current device.
+    Graphs of one `pool` share memory. stream: the stream for warm-up and capture, which must
+    differ from the current one; None: a new stream on the current device. Libraries keep a
+    workspace per stream, so graphs that share a pool should also share a stream.
     """
 
     def __init__(self, pool: Pool | None = None, stream: torch.cuda.Stream | None = None):
@@ -32,9 +32,9 @@ class CudaGraph:
         """Warm up on the side stream, then capture one run of `function` there.
 
         The warm-up does the lazy initialisation (library handles, kernels compiled on first use),
-        which must not be captured. Raises CaptureError if `function` reads a value back, before the
-        driver notices: a capture that fails inside the driver would leave the allocator and the
-        streams in the capture state. Every tensor that `function` closes over must be kept alive as
+        which must not be captured. If `function` reads a value back, CaptureError is raised before
+        the driver notices, because a capture that fails inside the driver would leave the allocator
+        and the streams in the capture state. Every tensor that `function` closes over must live as
         long as the graph. Captures from several threads run one after the other; they are not
         disturbed if other threads use the device ("thread_local").
         """
@@ -54,7 +54,7 @@ class CudaGraph:
                         ),
                     ):
                         output = function()
-            finally:  # the warm-up's inputs may be freed even if the capture fails
+            finally:  # the warm-up's inputs may be freed afterwards, even if the capture fails
                 current.wait_stream(self.stream)
         self.output = output
         return output
@@ -71,9 +71,9 @@ class CudaGraph:
 def _own_workspaces() -> Iterator[None]:
     """Let a capture allocate the workspaces of its matrix multiplications in the graph's own pool.
 
-    Up to 2.14, torch keeps one workspace per stream, and a graph stores the workspace's address.
-    The graph does not own the workspace of the warm-up. Code that clears workspaces, such as code
-    compiled with "reduce-overhead", would leave replays writing to freed memory. Upstream:
+    Up to 2.14, torch keeps one workspace per stream. A graph would store the address of the
+    warm-up's workspace without owning it, so code that clears workspaces, such as code compiled
+    with "reduce-overhead", would leave replays writing to freed memory. Upstream:
     `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
@@ -84,23 +84,23 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def pool_bytes(pool: Pool) -> int:
-    """Return the size in bytes of device memory that the allocator holds for the graphs of `pool`."""
+    """Return the number of bytes of device memory that the allocator holds for the graphs of `pool`."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
 
 def _check_capturable(function: Callable[[], Tensor]) -> None:
-    """Run once under the rules of the trace backend, with PyTorch's synchronisation warnings turned on.
+    """Run `function` once under the rules of the trace backend, with PyTorch's synchronisation warnings on.
 
-    The warnings apply to the whole process, in which other threads may synchronise, so they
-    must not become errors.
+    The warnings apply to the whole process, where other threads may synchronise, so
+    warnings must not become errors.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def note(message, *args, **kwargs) -> None:
         if threading.get_ident() == thread and "called a synchronizing CUDA operation" in str(message):
-            waits.append(str(message))  # suppress torch's one-time notice that the mode is a prototype
+            waits.append(str(message))  # this omits torch's notice that the mode is a prototype
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

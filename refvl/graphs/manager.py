@@ -8,17 +8,17 @@
                    -> the paths' results for an item, joined in the order of its rows
 
 Most encoders have a single path, named "". Step3-VL has two `paths`: the crops and the overview of
-an image are squares of two sizes, so each size has its own graphs. The paths pack independently, so
-two images may share a replay on one path but not on the other. One path may also run eagerly while
-the other path replays graphs. Upstream: `EncoderCudaGraphManager`, which packs images once for all
-paths (`plan_paired_batches`).
+an image are squares of two sizes, so each size has its own graphs. Each path packs its own parts,
+so two images may share a replay on one path but not on the other. One path may also run eagerly
+while the other path replays graphs. Upstream: `EncoderCudaGraphManager`, which packs images once
+for all paths (`plan_paired_batches`).
 
 The manager uses only these parts of an encoder: plan, forward, metadata at capacity, and the sizes
 of an item.
 
 Any number of threads may use one manager, and any number of managers may use one encoder. A plan
-belongs to one call. Only one call at a time uses the buffers; it holds a lock from the first
-fill to the last clone.
+belongs to one call. Only one call at a time uses the buffers; the call holds a lock from its
+first fill to its last clone.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # in tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
-MAX_UNITS = 64  # the maximum squares in an inferred graph; MAX_BUDGET is the limit if squares have many tokens
+MAX_UNITS = 64  # the maximum number of squares in an inferred budget, unless MAX_BUDGET is lower
 
 Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
 Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
@@ -50,7 +50,7 @@ Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBudget:
-    """One graph and every tensor that it reads or writes; the references prevent reuse of the memory."""
+    """One graph and every tensor that it reads or writes; these references keep the memory from being reused."""
 
     graph: CudaGraph | TraceGraph
     pixel_values: Tensor
@@ -101,7 +101,7 @@ class GraphStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlan:
-    """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
+    """The plan of one call, valid for the encoder's weights at the time of planning.
 
     layouts: the layout of every item. sizes: the sizes of each item's part on each path, in the
     order of the patch rows. batches: the items that run together, in order of execution. metadata:
@@ -117,11 +117,11 @@ class GraphPlan:
 class EncoderGraphManager:
     """The graphs of one encoder. Outputs are clones, because the next replay overwrites the output of a graph.
 
-    While the encoder has forward hooks, items run eagerly, so hooks are called. Weights may change
-    between calls. Values changed in place take effect at the next replay. If weights have a new
-    address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again.
-    Threads may share a manager: each call gets its own embeddings, and replays run one after the
-    other.
+    While the encoder has forward hooks, items run eagerly, so the hooks are called. Weights may
+    change between calls: values changed in place take effect at the next replay; if weights have a
+    new address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures
+    again. Threads may share a manager: each call gets its own embeddings, and replays run one
+    after the other.
 
     limits: the `Limits` of each path. captured: the `CapturedBudget` of each (path, budget).
     last_batches: the batches of the last call of any thread.
@@ -145,14 +145,14 @@ class EncoderGraphManager:
     ):
         """Set the limits and the backend; nothing is captured yet.
 
-        budgets: output tokens per graph; for an encoder with several paths, a mapping from paths to
-        such lists. max_items, max_frames: limits per replay. Limits that are None are inferred.
-        Inferred budgets double from `min_budget` up to `max_budget`; on a path whose items consist
-        of equal units, the budgets start at one unit instead.
+        budgets: a list of the output tokens per graph; for an encoder with several paths, a mapping
+        from paths to such lists. max_items, max_frames: limits per replay. Limits that are None are
+        inferred. Inferred budgets double from `min_budget` up to `max_budget`; on a path whose
+        items consist of equal units, the budgets start at one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" to follow the encoder's device. policy: see
-        `plan_batches`. Raises ValueError if limits contradict each other, if budgets miss a path,
-        or if the backend cannot run here.
+        `plan_batches`. Raises ValueError if limits contradict each other, if `budgets` lacks a
+        path, or if the backend cannot run here.
         """
         self.encoder: Any = encoder
         self.paths: Mapping[str, Any] = getattr(encoder, "paths", {"": encoder})
@@ -188,7 +188,7 @@ class EncoderGraphManager:
         return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
-        """Capture every budget, starting with the largest on each path, so smaller graphs reuse its memory.
+        """Capture every budget, starting with the largest on each path, so that smaller graphs reuse its memory.
 
         Shows a progress bar.
 
@@ -207,7 +207,7 @@ class EncoderGraphManager:
             graphs = [(path, budget) for path, limits in self.limits.items() for budget in limits.budgets[::-1]]
             bar = tqdm(graphs, desc="capture", unit="graph", disable=not self.progress)
             captured = {(path, budget): self._capture(path, budget) for path, budget in bar}
-            self.captured = captured  # only if none has failed
+            self.captured = captured  # reached only if no capture failed
             for path, limits in self.limits.items():
                 max_rows = tuple(len(captured[path, budget].pixel_values) for budget in limits.budgets)
                 frames = tuple(map(limits.frames_of, limits.budgets))
@@ -225,9 +225,9 @@ class EncoderGraphManager:
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode items (images and videos may be mixed); return one (M, D) tensor each, in the caller's order.
 
-        pixel_values: (N, values) patch rows of all items in order, path by path within each.
-        layouts: the arguments of the encoder's `plan`: (t, h, w) per item in patches for Qwen and
-        GLM. Captures first if there are no graphs yet. Equivalent to `plan`, then `run`.
+        pixel_values: (N, values) patch rows of all items in order, path by path within each item.
+        layouts: the layouts that the encoder's `plan` accepts, for Qwen and GLM (t, h, w) per item in
+        patches. Captures first if there are no graphs yet. Equivalent to `plan` followed by `run`.
         """
         return self.run(pixel_values, self.plan(layouts))
 
@@ -288,7 +288,7 @@ class EncoderGraphManager:
         return [self._join(outputs, i) for i in range(len(plan.layouts))]
 
     def _encode_all(self, batches: list[Batch], rows: Iterable[Tensor], metadata: list) -> Iterable[Tensor]:
-        """Return the embeddings of each batch, one after the other; rows: the patch rows of each."""
+        """Encode the batches lazily, one after the other. rows: the patch rows of each batch."""
         return (self._encode(*parts) for parts in zip(batches, rows, metadata, strict=True))
 
     def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:
@@ -312,7 +312,7 @@ class EncoderGraphManager:
             self._last_stream = stream
 
     def path_stats(self) -> dict[str, GraphStats]:
-        """Return copies of the hits, misses, hit rate and padding waste of each path since `clear`."""
+        """Return a copy of each path's counters since `clear`, by path."""
         with self._lock:
             return {path: replace(stats) for path, stats in self._stats.items()}
 

@@ -4,7 +4,7 @@
     cut      the best cut of the sorted items into consecutive groups, by dynamic programming
     search   for few items: the best of all partitions, by dynamic programming over sets of items
 
-`pack`, the policy "optimal", searches up to 12 items and cuts more.
+`pack`, the policy "optimal", runs `search` for up to 12 items, and `cut` for any number.
 
 An item is (output tokens, frames, patch rows); a group is a list of indices of sorted items, and a
 packing is a list of groups.
@@ -22,7 +22,7 @@ Item = tuple[int, int, int]
 Group = list[int]
 
 EXACT_ITEMS = 12
-# more than the groups of any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
+# more than the number of groups in any search; a cost is (sum of budgets) * COUNT_BASE + (number of groups)
 COUNT_BASE = 2**8
 NEVER = 2**60  # more than the cost of any packing
 
@@ -31,8 +31,8 @@ NEVER = 2**60  # more than the cost of any packing
 class Capacity:
     """The limits of one replay.
 
-    max_rows: the patch rows that fit the graph of each budget. frames: the maximum frames of each
-    budget, in non-increasing order; empty: max_frames for every budget.
+    max_rows: the number of patch rows that fit the graph of each budget. frames: the maximum
+    number of frames of each budget, in non-increasing order; empty: max_frames for all.
     """
 
     budgets: tuple[int, ...]
@@ -53,7 +53,7 @@ class Capacity:
         return self.frames[level] if level < len(self.frames) else self.max_frames
 
     def budget_for(self, items: Sequence[Item]) -> int | None:
-        """Return the smallest budget that fits all of `items`, or None."""
+        """Return the smallest budget that fits all of `items`, or None if none does."""
         level = self.level(len(items), *map(sum, zip(*items, strict=True)))
         return self.budgets[level] if level < len(self.budgets) else None
 
@@ -78,11 +78,11 @@ def greedy(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best way to cut the sorted items into consecutive groups.
+    """Return the best cut of the sorted items into consecutive groups.
 
-    best[k] is (summed budgets, groups, start of the last group) of the first k items. Fewer items
-    never cost more, so the longest last group that fits a budget is the best one, and its start
-    only moves forward.
+    best[k] is (sum of budgets, number of groups, start of the last group) for the first k items.
+    Fewer items never cost more, so for each budget, the longest last group that fits is the best,
+    and the group's start only moves forward.
     """
     tokens, frames, rows = (list(itertools.accumulate(column, initial=0)) for column in zip(*items, strict=True))
     starts = [0] * len(capacity.budgets)
@@ -106,10 +106,10 @@ def cut(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best packing of up to EXACT_ITEMS items, and the best cut of more items.
+    """Return the best packing of at most EXACT_ITEMS items, or the best cut of more items.
 
-    items: at least one. Each must fit the largest budget alone. If a cut is the best packing, the
-    cut is returned.
+    items: at least one item; each must fit the largest budget alone. If a cut is as good as the
+    best partition, the cut is returned.
     """
     best = cut(items, capacity)
     if len(items) <= EXACT_ITEMS:
@@ -118,11 +118,11 @@ def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best of all partitions: the smallest sum of budgets, then the fewest groups.
+    """Return the partition with the smallest sum of budgets, then the fewest groups.
 
     The bits of an integer represent a set of items. The best cost of a set follows from smaller
-    sets. The last item of a set is in some group, and the best cost of the remaining items is
-    already known. Time and memory grow as 3 to the power of the number of items.
+    sets, because its last item is in some group, and the best cost of the items outside that
+    group is already known. Time and memory grow as 3 to the power of the number of items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1

@@ -1,16 +1,16 @@
 """The trace backend: CUDA-graph semantics on any device, in plain Python.
 
 While a forward runs once, a dispatch mode records every ATen operation together with the tensors it
-used. A replay runs that list again, in place over the same tensors. Python is not executed, sizes
-and scalars are baked in, and outputs keep their addresses. Inputs that are not copied into a static
-buffer have no effect. So the mistakes that break a CUDA graph break a trace too, and can be
-inspected. The trace backend does not model speed, the shared memory pool, the silent use of freed
-memory, or copies between host and device.
+used. A replay runs these operations again, in place on the same tensors. Python is not executed,
+sizes and scalars are baked in, and outputs keep their addresses. Inputs that are not copied into a
+static buffer have no effect. So the mistakes that break a CUDA graph also break a trace, in which
+they can be inspected. The trace backend does not model speed, the shared memory pool, the silent
+use of freed memory, or copies between host and device.
 
 Views are not replayed, because they alias a recorded tensor and see its new contents. The
-alternative was `torch.fx` with `make_fx`, which rebuilds a graph on fresh tensors at every call.
-With `make_fx`, addresses would change, nothing would ever be stale or overwritten, and `.tolist()`
-would silently be baked in. This backend is meant to show exactly these effects.
+alternative, `torch.fx` with `make_fx`, would run on fresh tensors at every call: addresses would
+change, nothing would ever be stale or overwritten, and `.tolist()` would silently be baked in.
+This backend is meant to show stale and overwritten values.
 """
 
 import sys
@@ -86,7 +86,7 @@ class TraceGraph:
         self.output: Tensor | None = None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run `function` once and record it; before `replay`, copy new contents into the tensors it closes over.
+        """Run `function` once and record it; before `replay`, copy new contents into the tensors that it closes over.
 
         Captures from several threads run one after the other. Raises CaptureError if `function`
         reads a value back or a shape depends on data; in that case nothing is recorded.
@@ -113,7 +113,7 @@ class TraceGraph:
         return self.output
 
     def memory_bytes(self) -> int:
-        """Return the size in bytes of the recorded outputs; views are counted once."""
+        """Return the size in bytes of the recorded outputs; memory that views share is counted once."""
         fresh = [out for operation in self.operations if not operation.is_in_place for out in operation.outputs]
         storages = [out.untyped_storage() for out in fresh]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -123,8 +123,8 @@ class TraceGraph:
 def refuse_read_back():
     """Raise CaptureError if code inside this context reads a value back to Python, or makes a shape depend on data.
 
-    Without inference mode, composite operations arrive as their parts, so a part that reads a value
-    cannot hide in one.
+    Inference mode is off, so composite operations arrive as their parts and cannot hide a part that
+    reads a value.
     """
     with _uncompiled(), torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
         yield
@@ -132,7 +132,7 @@ def refuse_read_back():
 
 def _uncompiled() -> AbstractContextManager:
     """Run compiled code eagerly, because a dispatch mode would make torch discard the compiled version."""
-    has_compiler = "torch._dynamo" in sys.modules  # the import takes seconds; before it, nothing is compiled
+    has_compiler = "torch._dynamo" in sys.modules  # importing it takes seconds; until then, nothing is compiled
     return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # their tags do not tell masks from integers
+        is_indexing = function in INDEXING  # their tags do not distinguish masks from integers
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} has to read a value of its input, which a graph cannot do")
         return function(*args, **(kwargs or {}))
@@ -172,7 +172,7 @@ def _calling_module(frame: FrameType | None) -> nn.Module | None:
     Hooks would also find the module, but hooks affect all threads.
     """
     while frame is not None:
-        is_method = frame.f_code.co_varnames[:1] == ("self",)  # f_locals would keep the locals alive
+        is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading f_locals would keep the locals alive
         if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
             return module
         frame = frame.f_back
@@ -180,7 +180,7 @@ def _calling_module(frame: FrameType | None) -> nn.Module | None:
 
 
 def _is_masked(args: tuple) -> bool:
-    """Return whether `x[mask]` or `x[mask] = values` uses a boolean mask; `x[mask] = 1` calls `masked_fill`."""
+    """Return whether a call is `x[mask]` or `x[mask] = values`, but not `x[mask] = 1`, which calls `masked_fill`."""
     indices, values = args[1], args[2:3]
     has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return has_mask and not (values and values[0].numel() == 1)
@@ -189,7 +189,7 @@ def _is_masked(args: tuple) -> bool:
 def _aliases(arguments, result) -> bool:
     """Return whether the result is a view of an argument.
 
-    The schema is not enough: `x.to(dtype)` returns x or a copy.
+    The schema alone is not enough, because `x.to(dtype)` may return x or a copy.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: empty tensors
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))

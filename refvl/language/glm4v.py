@@ -18,5 +18,5 @@ class GlmOcrTextModel(CausalTextModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
-# one tensor per expert in checkpoints, one for all in the model; transformers maps them only for the whole model
+# checkpoints have a tensor per expert, the model has one for all; transformers maps them only for the whole VLM
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

@@ -71,7 +71,7 @@ def load_language_model(
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Return whether transformers supports the checkpoint's quantisation method. transformers
+    """Return whether transformers supports the checkpoint's quantisation method; transformers
     silently ignores unknown methods.
     """
     method = getattr(text_config, "quantization_config", None)
@@ -93,7 +93,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Return whether the minimum and maximum are finite, in one pass without a copy; if any value is nan, both are."""
+    """Return whether all values are finite, in one pass without a copy: minimum and maximum are nan if any value is."""
     packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's weights have parts
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # the weight is on disk, or quantised

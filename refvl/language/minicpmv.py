@@ -1,8 +1,8 @@
 """MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
-The released files name their own config class in `auto_map`. That class is code stored next to the
-weights; refvl never runs it. `MiniCPMVConfig` reads the same keys. It provides the text model's
-settings as a transformers config, whose class `refvl.families` selects:
+The released files name their own config class in `auto_map`. The code of that class is stored next
+to the weights, but refvl never runs it. `MiniCPMVConfig` reads the same keys and provides the text
+model's settings as a transformers config, whose class `refvl.families` selects:
 
     version   text model             config of transformers
     2.0       MiniCPM                Granite, whose multipliers express MiniCPM's scaling
@@ -60,7 +60,7 @@ def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values
 
     The scales are scale_emb for embeddings, scale_depth / sqrt(layers) for each layer's residual
     update, and dim_model_base / hidden_size for logits. Granite scales all embeddings, but
-    MiniCPM-V does not scale image embeddings. The embedding layer therefore applies that factor
+    MiniCPM-V does not scale image embeddings. The embedding layer therefore applies `scale_emb`
     (`MiniCPMTextModel`).
     """
     hidden = values["hidden_size"]
@@ -86,13 +86,13 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class MiniCPMVTextModel(SequentialTextModel):
-    """MiniCPM-V 2.5 to 4.5: checkpoints store text weights under `llm.`, next to vision and, in omni models, speech."""
+    """The text model of MiniCPM-V 2.5 to 4.5; checkpoints store its weights under `llm.`, next to vision or speech."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
 
 
 class MiniCPMTextModel(MiniCPMVTextModel):
-    """MiniCPM-V 2.0: Granite, but only text embeddings are scaled."""
+    """The text model of MiniCPM-V 2.0: Granite, but with only text embeddings scaled."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -102,7 +102,7 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.post_init()
 
     def forward(self, *args, attention_mask=None, **kwargs) -> CausalLMOutputWithPast:
-        """Run the model and divide its logits by hidden_size / dim_model_base; this affects only sampling."""
+        """Run the model and divide its logits by hidden_size / dim_model_base, which affects only sampling."""
         outputs = super().forward(*args, **kwargs | {"attention_mask": attention_mask})
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

@@ -1,8 +1,8 @@
 """The text model: from embeddings and positions to tokens.
 
-The language model is transformers' own (`AutoModel` of the checkpoint's text config). Generation is
-also transformers': the KV cache, sampling and streaming. refvl adds a wrapper without a vision
-tower. The wrapper accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed
+The language model is transformers' own (`AutoModel` of the checkpoint's text config). transformers
+also provides generation: the KV cache, sampling and streaming. refvl adds a wrapper without a
+vision tower, which accepts embeddings instead of ids, and (3, B, L) M-RoPE positions computed
 elsewhere.
 """
 
@@ -66,9 +66,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         """Drop the prompt's DeepStack features in decode steps; transformers would pass them in every step.
 
         position_shift: (B, 3), added to the positions of decode steps, which transformers continues
-        from the last column of the prompt.
+        from those of the prompt's last token.
 
-        transformers inspects the argument names to find out which arguments a model accepts. This
+        transformers inspects this method's argument names to find out what a model accepts. This
         method also keeps cached tokens from running again; otherwise, transformers' assisted
         decoding would run the prompt twice.
         """

@@ -15,7 +15,7 @@ FOLDED_VISION = r"^(model\.)?(vision_tower|merger)\."  # a regular expression fo
 
 
 class Qwen3_5TextModel(CausalTextModel):
-    """A dense or MoE model; the multi-token-prediction layer is skipped, as in transformers."""
+    """The dense or MoE text model of Qwen3.5; the multi-token-prediction layer is skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"^mtp\."]  # noqa: RUF012
 
@@ -28,7 +28,7 @@ class Qwen3_5TextModel(CausalTextModel):
 
 
 class MiniCPMV4_6TextModel(Qwen3_5TextModel):
-    """MiniCPM-V 4.6: positions are the token indices, including those of media tokens."""
+    """The text model of MiniCPM-V 4.6: positions are token indices, even for media tokens."""
 
     _keys_to_ignore_on_load_unexpected = [FOLDED_VISION, r"^mtp\."]  # noqa: RUF012
 
@@ -36,7 +36,7 @@ class MiniCPMV4_6TextModel(Qwen3_5TextModel):
 
 
 class MiniCPMV4_7TextModel(MiniCPMV4_6TextModel):
-    """MiniCPM-V 4.7: an overview and its slices share one canvas."""
+    """The text model of MiniCPM-V 4.7: an overview and its slices share one canvas."""
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """Return positions on canvases, (3, L) int64. Raises ValueError if config.json does not set the separators."""

@@ -10,7 +10,7 @@ class Qwen3VLTextModel(CausalTextModel):
 
     @property
     def row_width(self) -> int:
-        """D * (1 + k): the width of an embedding and its k DeepStack features."""
+        """The width of an embedding and its k DeepStack features, D * (1 + k)."""
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
     def forward(self, *args, attention_mask=None, deepstack_embeds=None, **kwargs):
@@ -25,7 +25,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return super().forward(*args, **kwargs | {"attention_mask": attention_mask})
 
 
-# the released experts are one transposed tensor; transformers maps them only for the whole model
+# checkpoints store all experts in one transposed tensor; transformers maps it only for the whole VLM
 register_checkpoint_conversion_mapping(
     "qwen3_vl_moe_text", get_checkpoint_conversion_mapping("qwen3_vl_moe"), overwrite=True
 )

@@ -68,7 +68,7 @@ class Step3VisionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    # this and max_side are constants in the released code; small checkpoints change them
+    # crop_size and max_side are constants in the released code; small checkpoints change them
     crop_size: int = 504
     max_side: int = 3024
     hidden_act: str = "quick_gelu"

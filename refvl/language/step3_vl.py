@@ -7,8 +7,8 @@
       -> RMSNorm -> (B, L, D)
 
 In multi-matrix factorisation attention (MFA, arXiv 2412.19255), 64 query heads of width 256 share
-one key-value head. So the cache has only two vectors of 256 values per token and layer. The query
-projection is low-rank: 7168 -> 2048 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
+one key-value head, so the cache needs only two vectors of 256 values per token and layer. The
+query projection is low-rank: 7168 -> 2048 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
 
 The cache, masks, attention kernels and generation are those of transformers;
 refvl/language/model.py adds the output head. Shapes: B prompts, L tokens, D hidden, H heads, K head
@@ -193,7 +193,7 @@ class Step3TextMoE(nn.Module):
         return weights.to(x_TD.dtype), chosen
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Run the experts on C = T * top_k rows, sorted so that each expert reads its rows as one contiguous block."""
+        """Run the experts on C = T * top_k rows, sorted so that each expert reads one contiguous slice."""
         x_TD = x_BLD.flatten(0, -2)
         weights, chosen = self.route(x_TD)
         experts_C, order = chosen.flatten().sort(stable=True)
@@ -226,7 +226,7 @@ class ExpertLinear(nn.Module):
 
 
 class Step3TextMLP(nn.Module):
-    """A SwiGLU block, used in dense layers and as the shared expert for every token."""
+    """A SwiGLU MLP, used in dense layers and as the shared expert for every token."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

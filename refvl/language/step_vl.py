@@ -28,7 +28,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    # this and max_side are constants in the released code; small checkpoints change them
+    # crop_size and max_side are constants in the released code; small checkpoints change them
     crop_size: int = 504
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
@@ -36,7 +36,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
 
 
 class StepVLConfig(Step3VLConfig):
-    """The whole config.json of Step3-VL-10B: Step3's keys, but the configs of different parts."""
+    """The whole config.json of Step3-VL-10B: Step3's keys, but with configs of different parts."""
 
     model_type = "step_robotics"
     sub_configs = {"vision_config": PerceptionEncoderConfig, "text_config": Qwen3Config}  # noqa: RUF012
@@ -68,7 +68,7 @@ class Step37TextModel(SequentialTextModel):
         self.post_init()
 
 
-# the checkpoint stores all experts in one tensor of three parts; transformers maps them only for the whole model
+# checkpoints store all experts in one tensor of three parts; transformers maps it only for the whole VLM
 _mapping = get_checkpoint_conversion_mapping("step3p7") or []
 _experts = [rule for rule in _mapping if re.search(r"moe|share_expert", "".join(rule.source_patterns))]
 register_checkpoint_conversion_mapping(Step37TextModel.__name__, _experts, overwrite=True)

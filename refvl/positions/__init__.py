@@ -21,8 +21,8 @@ __getattr__, __dir__, __all__ = lazy_names(__name__, FILES)
 
 
 # MKL chooses the kernel for a function when that function is first called. If two threads make this first call at the
-# same time, one may get a kernel with errors of 1e-4 (pytorch/pytorch#188792). So a single thread makes the first calls
-# here.
+# same time, one may get a kernel with errors of 1e-4 (pytorch/pytorch#188792). The first calls are therefore made here,
+# by a single thread.
 for function in (torch.cos, torch.sin):
     function(torch.zeros(1, device="cpu"))
 del function

@@ -4,9 +4,9 @@ Efficient Video Sampling (arXiv 2510.14624) keeps the video tokens that have cha
 token that has not changed adds little, because its predecessor in the same cell contains the same information. Like
 serving engines, this module works on merged embeddings of any width.
 
-A kept token keeps its position in the full video, and so does all later text. The pruned layout is exactly the full
+Kept tokens and all later text keep their positions in the full prompt, so the pruned layout is exactly the full
 layout restricted to the kept tokens. Positions are integers, stored separately from the embeddings, because extra
-bfloat16 channels would round values above 256.
+embedding channels in bfloat16 would round values above 256.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
     """Return the number of video tokens kept at pruning rate q in [0, 1): at least those of the
-    first frame, at most all tokens.
+    first frame, and at most all.
 
-    The count depends on the sizes and on q, not on the content. So this function determines the number of placeholders
-    in the prompt and the number of tokens in the mask.
+    The count depends on the sizes and on q, not on the content, so it gives both the number of placeholders in the
+    prompt and the number of tokens that the mask keeps.
 
     Raises ValueError for counts below 1 or a q outside [0, 1).
 
@@ -39,11 +39,11 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
 
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
-    """Return 1 - cosine similarity with the token in the same cell one frame earlier, (t, M / t) float32.
+    """Return each token's 1 - cosine similarity to the token in the same cell one frame earlier, (t, M / t) float32.
 
     First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings make
-    its value undefined. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for invalid embeddings, or
-    for a num_frames that does not divide M.
+    its dissimilarity undefined. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for invalid
+    embeddings, or for a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
@@ -59,15 +59,15 @@ def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """Return the mask of kept tokens, (M,) bool: the largest dissimilarities, ties by a stable descending sort.
+    """Return the mask of the tokens with the largest dissimilarities, (M,) bool; among ties, the earliest are kept.
 
-    Only exactly equal scores are ties. The scores of unchanged tokens are 0 up to rounding errors of about 1e-7, and
-    these errors decide which of the unchanged tokens are kept, as in upstream's formula.
+    Only exactly equal values are ties. The dissimilarities of unchanged tokens are 0 up to rounding errors of about
+    1e-7, and these errors decide which of the unchanged tokens are kept, as in upstream's formula.
 
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
     spatial_merge_size: the number of patches along each side of a token, or 1 if the size counts tokens. q: the share
-    of tokens that are dropped, in [0, 1). The first frame is always kept. Raises ValueError if the shape of the
-    embeddings is not (M, D), or if they contain nan.
+    of tokens that is dropped, in [0, 1). The first frame is always kept. Raises ValueError if the shape of the
+    embeddings is not (M, D).
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_shape(video_embeds, (num_tokens, "D"), "video_embeds")
@@ -81,11 +81,11 @@ def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 def compute_mrope_for_media(
     video_size_thw, spatial_merge_size: int, tokens_per_second: float = 1.0, video_second_per_grid: float = 1.0
 ) -> Tensor:
-    """Return t, h, w of each merged token relative to the item's start, and the item's extent, (M, 4) int64.
+    """Return each merged token's position (t, h, w) relative to the item's start, and the item's extent, (M, 4) int64.
 
-    The extent is 1 + the largest position in the *whole* item over all axes. Later text has to skip the whole extent,
-    so every kept token carries it, even if the tokens that reached it are pruned. The default rates are for images.
-    Raises ValueError if a rate is not a finite number.
+    The extent of an item is 1 + the largest position in the *whole* item over all axes. Later text has to skip the
+    whole extent, so every kept token carries it, even if the tokens with the largest position are pruned. The default
+    rates are for images. Raises ValueError if a rate is not a finite number.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = tokens_per_second * video_second_per_grid
@@ -113,9 +113,9 @@ def recompute_mrope_positions(
     not changed.
 
     Returns positions (3, L) int64 and delta. For any chunk boundaries, the positions equal the full
-    layout restricted to the kept tokens. The equality holds up to the end of the last piece and the
-    text after it. Media tokens that have not arrived yet have provisional positions. Raises
-    ValueError if the pieces do not fit the prompt.
+    layout restricted to the kept tokens, up to the end of the last piece and the text after it.
+    Media tokens that have not arrived yet have provisional positions. Raises ValueError if the
+    pieces do not fit the prompt.
     """
     ids = torch.as_tensor(input_ids).flatten().cpu()
     check_shape(mrope_positions, (3, "at least L"), "mrope_positions")
@@ -161,7 +161,7 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
 
 
 def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
-    """Return (frames, tokens per frame) of a video whose size (t, h, w) is in patches."""
+    """Return (number of frames, number of tokens) of a video whose size (t, h, w) is in patches."""
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     return t, t * h * w // spatial_merge_size**2
 

@@ -2,8 +2,8 @@
 
 Text advances on all three axes together. A media item (an image or a video) spreads its tokens over a grid that starts
 where the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
-therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
-request's `delta`: decode step k has position `length + k + delta`.
+therefore uses 40 positions, not 1200. The request's `delta` is the prompt's largest position + 1 - length, so decode
+step k has position `length + k + delta`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class MediaSpan:
 
     t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales the time axis
     (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM use 1.0. Raises TypeError or ValueError
-    naming the field, including when t_factor makes positions reach `MAX_POSITION`.
+    naming the field, for example if `t_factor` makes positions reach `MAX_POSITION`.
     """
 
     offset: int
@@ -93,7 +93,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """Do the work of `get_mrope_input_positions`, for spans that fit the prompt and do not overlap."""
+    """Return the positions of `get_mrope_input_positions` for spans that fit the prompt and do not overlap."""
     pieces = list[Tensor]()
     index = 0  # the index of the next token
     position = 0  # the position of the next token
@@ -116,7 +116,7 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
     """Return the pruned layout, which is the full layout restricted to the kept tokens, and its delta.
 
     positions_3L: the positions of the unpruned prompt, (3, L). keep_L: (L,) bool, True for text and kept media tokens.
-    Raises ValueError naming keep_L if it does not match.
+    Raises ValueError naming keep_L if its dtype or shape does not match.
     """
     if keep_L.dtype != torch.bool or keep_L.shape != positions_3L.shape[1:]:
         wanted = tuple(positions_3L.shape[1:])
@@ -129,7 +129,7 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     """Return the axis (0, 1, 2 for t, h, w) that rotates each rotary pair of a head, fastest first, (pairs,) int64.
 
     section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs,
-    and w gets the slowest. Interleaved (Qwen3-VL): h and w get every third pair each, and t gets
+    and w gets the slowest. Interleaved (Qwen3-VL): h and w each get every third pair, and t gets
     the remaining pairs, so every axis has fast and slow pairs. Raises ValueError or TypeError
     naming section unless it contains three counts. Upstream: `mrope_section`, `mrope_interleaved`.
 

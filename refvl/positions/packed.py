@@ -9,9 +9,9 @@ itself, at its own positions.
                             t, h, w of A, then t, h, w of B
               cu_seqlens    0 5 8
 
-transformers builds the mask from the first of the four rows if there is neither an `attention_mask`
-nor a cache. If transformers gets only the three rows of M-RoPE, it treats all prompts as one, so
-the prompts attend to each other.
+transformers builds the mask from the first row of `position_ids` if there is neither an
+`attention_mask` nor a cache. If transformers gets only the three rows of M-RoPE, it treats all
+prompts as one, so the prompts attend to each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ FILLERS = {
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
     """Concatenate prompts into one sequence.
 
-    prompts: traces of `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of the
-    result; the remainder becomes one extra sequence of token 0, to which no prompt attends.
+    prompts: traces from `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of
+    the result; the remainder becomes one extra sequence of token 0, to which no prompt attends.
 
-    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, the
-    start of each sequence. Raises ValueError if there is no prompt, if shapes do not match, or if `pad_to` is too
-    short.
+    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (sequences + 1,) int32,
+    the start of each sequence. Raises ValueError if there is no prompt, if shapes do not match, or if `pad_to` is
+    too short.
     """
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
@@ -60,8 +60,8 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
 def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
     """Cut a prompt after at most `max_tokens` tokens, but never inside an image or a video.
 
-    trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack` accepts, `input_ids` (L,)
-    and `positions` (3, L), with the indices of the remaining items in `media`. Raises ValueError if the prompt begins
+    trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack` accepts, with `input_ids`
+    (L,), `positions` (3, L), and `media`, the indices of the remaining items. Raises ValueError if the prompt begins
     with an item that does not fit.
     """
     length = min(check_positive_int(max_tokens, "max_tokens"), len(trace.input_ids))
@@ -79,8 +79,8 @@ def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
 
 
 def media_extents(trace: Any) -> list[tuple[int, int]]:
-    """Return the (first, last) kept token of each item in a prompt; there may be text between
-    the tokens of one item.
+    """Return the indices of the (first, last) kept token of each item in a prompt; text may
+    separate the tokens of one item.
     """
     spans, kept, extents = iter(trace.spans), trace.keep.long().cumsum(0), []
     for embeds_MW in trace.embeds:
@@ -104,11 +104,11 @@ class PackingCollator:
     None counts as absent. Prompts without labels have no loss, and prompts without DeepStack
     features get zeros. The first label of each prompt is ignored, because the token before it
     belongs to a different prompt. The batch sets `use_cache=False`, because with a cache
-    transformers treats all prompts as one. transformers does the same with an `attention_mask`,
-    so a mask of ones is dropped.
+    transformers treats all prompts as one. An `attention_mask` has the same effect, so a mask
+    of ones is dropped.
 
-    Raises ValueError if the length of a feature is not the prompt's, for other features that only some prompts have,
-    and for a mask with zeros.
+    Raises ValueError if the length of a feature is not the prompt's, if only some prompts have `inputs_embeds` or
+    `mm_token_type_ids`, and for a mask with zeros.
     """
 
     pad_to: int | None = None

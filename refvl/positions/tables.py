@@ -1,8 +1,8 @@
 """Position tables: learned at one size and sampled at others, or computed by a formula for any size.
 
 A learned table has one vector per cell of a fixed grid. The grid of an image is laid over the table, edge to edge or
-corner to corner. Each patch samples the table at its centre. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table
-at all.
+corner to corner, and each patch samples the table at its own centre. Sines and cosines (`sincos_1d`, `sincos_2d`)
+need no table at all.
 """
 
 import math
@@ -25,12 +25,12 @@ def interpolate_position_table(
     """Return the position vector of every patch, (N, D) in merge-block order, for grids of any size and aspect ratio.
 
     table: (S * S, D), in row-major order. grid_thw: (t, h, w) per item, in patches; all frames
-    of an item use the same points. mode: GLM uses "bicubic"; Qwen3-VL uses "bilinear".
+    of an item get the same vectors. mode: GLM uses "bicubic"; Qwen3-VL uses "bilinear".
     align_corners: True puts the first and last patch of a side on the first and last cell of
     the table (Qwen3-VL). False lays the grid over the table edge to edge (GLM). Values are
-    sampled in float32 on the table's device and returned in its dtype. A grid of the table's
-    own size gets the unchanged table, in merge-block order. Raises ValueError if the table is
-    not square, and TypeError if it does not contain floating-point numbers. Upstream:
+    sampled in float32 on the table's device and returned in the table's dtype. A grid of the
+    table's own size gets the unchanged table, in merge-block order. Raises ValueError if the
+    table is not square, and TypeError if it does not contain floating-point numbers. Upstream:
     `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
@@ -44,13 +44,13 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Do the work of `interpolate_position_table`, for a checked table and checked grids; m: `spatial_merge_size`."""
+    """Return the vectors of `interpolate_position_table` for a checked table and checked grids. m: the merge size."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
     for t, h, w in grids:
         place = _place_on_table(h, w, m, align_corners)[None, :, None]
-        place = place.pin_memory() if table.is_cuda else place  # unpinned, large copies would make the host wait
+        place = place.pin_memory() if table.is_cuda else place  # large copies from unpinned memory make the host wait
         place = place.to(table.device, non_blocking=True)
         sampled_1DN1 = F.grid_sample(table_1DSS, place, mode=mode, padding_mode="border", align_corners=align_corners)
         pieces += [sampled_1DN1[0, :, :, 0].T.to(table.dtype)] * t
@@ -58,7 +58,7 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
 
 
 def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
-    """Return each patch's (column, row) on the table, (h * w, 2) float32, in the units of `F.grid_sample`.
+    """Return each patch's location (column, row) on the table, (h * w, 2) float32, in the units of `F.grid_sample`.
 
     -1 and 1 are the table's edges, or its first and last cells with `align_corners`.
     """
@@ -71,8 +71,8 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
 def sincos_frequencies(embed_dim: int) -> Tensor:
     """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded after each step as in training.
 
-    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of a radian, so float64 is
-    not used.
+    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of a radian, so float64,
+    which rounds differently, is not used.
     """
     if embed_dim % 2 or embed_dim < 1:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
@@ -90,7 +90,7 @@ def sincos(position: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def sincos_1d(embed_dim: int, length: int) -> Tensor:
-    """Return the vectors for positions 0 to length - 1, (length, embed_dim) float32. Upstream: `Resampler4_5`, time.
+    """Return the vectors for positions 0 to length - 1, (length, embed_dim) float32. Upstream: time in `Resampler4_5`.
 
     Raises ValueError for a length below 1.
 
@@ -102,9 +102,9 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
 
 
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
-    """Return (height, width, embed_dim) float32: the first half of the channels encodes the column, the second the row.
+    """Return (height, width, embed_dim) float32: the first half encodes the column of a cell, the second half the row.
 
-    Positions count from 0 and are not scaled, so a smaller grid's table is a corner of a larger grid's. Raises
+    Positions count from 0 and are not scaled, so a small grid's table is a corner of a large grid's table. Raises
     ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
@@ -116,10 +116,10 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
 
 
 def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool, mode: str = "bicubic") -> Tensor:
-    """Resize (S * S, D) row-major positions of a square to (height * width, D), as an image would be resized.
+    """Resize a square position table, (S * S, D) in row-major order, to (height * width, D), as if it were an image.
 
-    Values are computed in float32 and returned in the table's dtype; a table that already has that size is returned
-    unchanged. Upstream: timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0
+    Values are computed in float32 and returned in the table's dtype; a table that already has the new size is
+    returned unchanged. Upstream: timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0
     (antialias=False), and Perception Encoder's table in Step3-VL-10B (mode="bilinear").
     """
     side = _square_side(table)

@@ -48,10 +48,10 @@ def sample_video_frames(
     max_frames: int = 640,
     temporal_patch_size: int = 2,
 ) -> FrameSample:
-    """Choose at least one frame of a video of `total_num_frames` at `fps` frames per second.
+    """Sample an even number of frames from a video of `total_num_frames` frames at `fps` frames per second.
 
-    duration: seconds, or None to compute it from the number of frames. do_sample_frames=False keeps `frames_indices`,
-    the indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The other arguments are
+    duration: in seconds; None: computed from the number of frames. do_sample_frames=False keeps `frames_indices`, the
+    indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The other arguments are
     settings of a video processor: target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames
     ("glm46v", "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown variant, or
     for numbers that are not above 0.
@@ -77,14 +77,14 @@ def sample_video_frames(
 
 
 def written_seconds(variant: str, seconds: float) -> float:
-    """Return a time as the variant's prompts state it: in whole seconds ("glm4v"), or in tenths of a second."""
+    """Return a time as the variant's prompts state it: rounded down to a second ("glm4v"), or rounded to a tenth."""
     return int(seconds) if variant == "glm4v" else round(seconds, 1)
 
 
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
-    """Take a frame every 1 / target_fps seconds, rounded up.
+    """Return the index of a frame every 1 / target_fps seconds, rounded up.
 
-    For a video longer than max_duration, spread max_duration * target_fps frames evenly.
+    If a video is longer than max_duration, spread max_duration * target_fps frames evenly.
     """
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
@@ -96,9 +96,9 @@ def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, ma
 
 
 def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
-    """Sample at a rate that falls as the duration grows.
+    """Return frame indices at a rate that falls as the duration grows.
 
-    Short videos at low fps have fewer frames than this rate needs.
+    If a short video has fewer frames than this rate needs, indices are repeated.
     """
     longest = GLM46V_RATES[-1][0]
     rate = next(rate for seconds, rate in GLM46V_RATES if min(duration, longest) <= seconds) * temporal_patch_size
@@ -109,7 +109,7 @@ def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, tem
 
 
 def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
-    """Sample at a fixed rate; sampling stops one step before the end of the video."""
+    """Return frame indices at a fixed rate, up to one step before the end of the video."""
     count = max(1, int(min(duration * target_fps, max_frames)))
     if total < count:
         return [math.floor(i * total / count) for i in range(count)]
@@ -117,7 +117,7 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 
 
 def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[int]:
-    """Return the first frame at or after each multiple of `step` seconds, until `stop` is reached.
+    """Return the index of the first frame at or after each multiple of `step` seconds, until `stop` seconds.
 
     The function stops after more than `count` frames, because the exact number no longer matters. The sums are rounded
     as upstream rounds them, because higher precision would select different frames.
@@ -134,7 +134,7 @@ def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Return `count` indices. Spread too few indices over their own range, and too many over the whole video."""
+    """Return `count` indices; too few are spread over their own range, and too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)
@@ -145,7 +145,7 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 def distinct_and_even(indices: Sequence[int]) -> list[int]:
-    """Drop duplicates, keep the order, and repeat the last of an odd count: [0, 0, 3, 5] becomes [0, 3, 5, 5]."""
+    """Drop duplicates in order, and repeat the last index if the count is odd: [0, 0, 3, 5] becomes [0, 3, 5, 5]."""
     distinct = list(dict.fromkeys(indices))
     return distinct + distinct[-1:] * (len(distinct) % 2)
 

@@ -13,8 +13,8 @@ treatment.
        | reconcile    to the count that the sizes imply, because the prompt was built with it
     mask (M,)
 
-A video has t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal
-in exact arithmetic are equal on every machine, and ties go to the earlier token. Halves are exact and round to even.
+A video has t frames of n tokens. All values are computed in float64 and compared in float32, so values that are equal
+in exact arithmetic are equal on every machine, and ties go to the earlier token. Exact halves are rounded to even.
 
 `PRUNERS` at the end of this file lists both methods, EVS and VidCom2, by name.
 """
@@ -29,12 +29,12 @@ from torch import Tensor
 from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape
 from refvl.positions.evs import compute_retained_tokens_count, compute_retention_mask, num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # the Gaussians' bandwidths; a single one would miss other distances
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians; a single one would suit one scale of distance
 TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Return the number of video tokens kept at pruning rate q in [0, 1): from one per frame to all.
+    """Return the number of video tokens kept at pruning rate q in [0, 1): at least one per frame, at most all.
 
     Raises ValueError for counts below 1 or a q outside [0, 1).
 
@@ -47,10 +47,10 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
 
 def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor, Tensor]:
-    """Return each token's similarity to the centre of the video and to its frame's centre, (t, n) float64 each, 0 to 5.
+    """Return each token's similarity to the centre of the video and to that of its frame, (t, n) float64 each, 0 to 5.
 
-    video_embeds: (M, D), frame-major. In the centres, a row with nan or inf counts as zeros. Such a
-    row also counts as entirely similar, so it is dropped first. Raises TypeError or ValueError as
+    video_embeds: (M, D), frame-major. A token with nan or inf counts as zeros in the centres, and
+    as entirely similar to them, so it is dropped first. Raises TypeError or ValueError as
     `compute_dissimilarity` does.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
@@ -84,8 +84,8 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
 def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """Return the mask of kept tokens, (M,) bool, as vLLM's `vidcom2` does. Arguments as in `compute_retention_mask`.
 
-    At q = 0, all tokens are kept. If tokens are equal, the earlier one is kept.
-    Raises ValueError if the shape of the embeddings is not (M, D), or if they contain nan.
+    At q = 0, all tokens are kept. Among equally similar tokens, the earliest are kept.
+    Raises ValueError if the shape of the embeddings is not (M, D).
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_shape(video_embeds, (num_tokens, "D"), "video_embeds")
@@ -97,10 +97,10 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 
 
 def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return a mask of exactly `count` tokens, (M,) bool: chosen tokens first, the least similar first in each group.
+    """Return the mask `chosen`, (M,) bool, adjusted so that it keeps exactly `count` tokens.
 
-    If too many were chosen, the most similar are dropped; if too few were chosen, the least similar of the rest are
-    added.
+    If too many were chosen, the most similar are dropped; if too few were chosen, the least similar of the others
+    are added.
     """
     order = score.argsort(stable=True)
     order = order[(~chosen[order]).byte().argsort(stable=True)]

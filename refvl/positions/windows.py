@@ -18,10 +18,10 @@ from refvl.checks import MAX_PATCHES, Grid, as_grids, check_positive_int
 def get_window_index(
     grid_thw, *, window_size: int = 112, patch_size: int = 14, spatial_merge_size: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """Order merged tokens by window, over all items.
+    """Return the order of all items' merged tokens by window, and the windows' cumulative lengths.
 
     grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches produces no
-    token (floor division). window_size, patch_size: pixels. Returns `window_index` (M,) int64,
+    token (floor division). window_size, patch_size: in pixels. Returns `window_index` (M,) int64,
     such that `x[window_index]` is in window order, and `cu_window_seqlens` (W + 1,) int32:
     cumulative window lengths **in patches**, with a leading 0 and no empty windows. Upstream:
     `Qwen2_5_VisionTransformer.get_window_index_thw` pads each frame to whole windows (an exact
@@ -41,7 +41,7 @@ def get_window_index(
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Do the work of `get_window_index`, for checked grids; side: the side of a window, in merged tokens."""
+    """Return the result of `get_window_index` for checked grids. side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0

@@ -8,15 +8,15 @@
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a
-model under these names. So transformers with PEFT and serving engines can read the adapters that
-refvl saves, and refvl can read adapters saved by PEFT. PEFT replaces the model's layers with its
-own, which chat, trace, encode and graphs then use. `attach` returns a PEFT model, which switches,
-merges, unmerges and saves adapters.
+model under these names. Therefore, transformers with PEFT and serving engines can read adapters
+saved by refvl, and refvl can read adapters saved by PEFT. PEFT replaces the model's layers with
+its own, which chat, trace, encode and graphs then use. `attach` returns a PEFT model, which
+switches, merges, unmerges and saves adapters.
 
 "served" lists the parts whose adapters vLLM 0.32 supports. Without
 `enable_tower_connector_lora=True`, vLLM silently ignores the layers of the tower and the connector.
-vLLM accepts one adapter per request, with a rank of at most `max_lora_rank` (16), and neither DoRA
-nor `modules_to_save`.
+vLLM accepts one adapter per request, with a rank of at most `max_lora_rank` (16), and supports
+neither DoRA nor `modules_to_save`.
 
 An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its
 quantised form in transformers. Convolutions (patch embedding, GLM's downsampling) and position
@@ -46,7 +46,7 @@ class LayerNames:
     """transformers' names for the parts of a family.
 
     places: module name -> the module's location in a `VLM`. connector: the names of the connector's
-    modules. renamed: alternative spellings of names, as regular expressions; the first match
+    modules. renamed: regular expressions for alternative names -> replacements; the first match
     counts.
     """
 
@@ -62,7 +62,7 @@ class LayerNames:
         return "connector" if f"{name}.".startswith(tuple(f"{place}." for place in self.connector)) else "tower"
 
     def rename(self, name: str) -> str:
-        """Return this family's name for a layer of an adapter."""
+        """Return this family's name for a layer that an adapter names."""
         return next((re.sub(old, new, name) for old, new in self.renamed.items() if re.match(old, name)), name)
 
 
@@ -127,10 +127,10 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         adapters.merge_adapter(), .unmerge_adapter()   not with quantised weights
         adapters.save_pretrained(folder)
 
-    A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off
-    (`adapters.train()`). Raises FileNotFoundError, TypeError or ValueError, naming `adapter`, for
-    anything but a LoRA adapter, for layers that the model lacks, and for weights that do not fit.
-    After an error in PEFT, load the model again.
+    A loaded adapter is frozen until `adapters.set_requires_grad(name)`, and dropout is off
+    until `adapters.train()`. Raises FileNotFoundError, TypeError or ValueError, naming
+    `adapter`, for anything but a LoRA adapter, for layers that the model lacks, and for weights
+    that do not fit. After an error in PEFT, load the model again.
     """
     import peft  # pip install 'refvl[adapters]'
 

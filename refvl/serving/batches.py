@@ -30,19 +30,19 @@ def chat_batch(
     """Answer independent requests, in order, decoding them together with left padding.
 
     requests: one dict per request, with the arguments `prompt`, `images` and `videos` of
-    `chat`. A request may also set `max_new_tokens` and `pruning_rate`, which override the
-    arguments below. batch_tokens: a limit on the number of requests in a batch times the length
-    of the longest one, including its answer. Consecutive requests are decoded together within
-    this limit; a longer request runs alone. return_exceptions: whether the error of a failed
-    request takes the place of its answer, and the other requests continue; otherwise the first
-    error is raised. progress: whether to show a progress bar, after two seconds. A note on a
-    raised error names `requests[i]`.
+    `chat`. A request may also set `max_new_tokens` and `pruning_rate`, which override this
+    call's arguments. batch_tokens: a limit on the number of requests in a batch times the
+    length of the longest one, including its answer. Consecutive requests are decoded together
+    within this limit; a longer request runs alone. return_exceptions: whether a failed request
+    gets its error in place of an answer while the other requests continue; otherwise, the first
+    error is raised. progress: whether to show a progress bar, after two seconds. A raised error
+    has a note that names `requests[i]`.
 
-    Padding and batching change an answer only if the logits of the best two tokens differ by less
-    than the rounding error. A batch takes as long as its longest answer, and the next batch begins
-    only after the batch before it is done. For many users or a steady load, use a serving engine,
-    which adds and removes requests at every token (`refvl.serving.export` passes it the
-    embeddings).
+    Padding and batching change an answer only if the logits of the best two tokens differ by
+    less than the rounding error. A batch takes as long as its longest answer, and batches
+    run one after the other. For many users or a steady load, use a serving engine, which
+    adds and removes requests at every token (`refvl.serving.export` prepares embeddings for
+    it).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -74,7 +74,7 @@ def answer_each(
         made, limit = _prepare(model, request, common)
         longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Record)], default=0)
         together = (len(waiting) + 1) * (longest + max([limit, *limits]))
-        # beam search may depend on the limit
+        # with beams, only requests of equal limits share a batch, because beam search may depend on the limit
         if waiting and (together > batch_tokens or (beams > 1 and {limit} != set(limits))):
             yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
             waiting, limits = [], []
@@ -102,7 +102,7 @@ def _prepare(model: Any, request: dict, common: dict) -> tuple[Record | Exceptio
 def _answers_or_errors(
     model: Any, made: list[Record | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """Yield an answer, cut at its own limit, for every trace; if a batch fails, its requests are retried one by one."""
+    """Yield each answer, cut at its own limit, or the error; if a batch fails, its requests are retried one by one."""
     traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Record)}
     answers = dict[int, str]()
     try:

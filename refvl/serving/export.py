@@ -3,9 +3,9 @@
     cats/1.jpg -> out/cats/1.jpg.safetensors     embeds (tokens, width)
                   its header                     layout and size of the item, state of its source, settings of the model
 
-A file gets its name once it is completely written, so the same command continues a run that was
-stopped. Items whose source and settings are unchanged are skipped. Under torchrun, rank r of n
-encodes every n-th item from the r-th on.
+A file gets its name once it is completely written, so running the same command again continues
+a stopped run. Items whose source and settings are unchanged are skipped. Under torchrun, rank r
+of n encodes every n-th item from the r-th on.
 
 `vllm_inputs` returns these embeddings in the form that vLLM accepts, so vLLM needs no vision tower:
 
@@ -41,7 +41,7 @@ from refvl.serving.parallel import torchrun_ranks
 
 IMAGE_SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 BATCH_PATCHES = 2**14  # at most this many patches are decoded and encoded together
-ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
+ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # vLLM 0.32 accepts their embeddings
 
 
 Item = tuple[Image.Image | Video, dict[str, Any]]  # a decoded image or video, and its header
@@ -78,8 +78,8 @@ def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, pr
 def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]:
     """Return {name: path} of the media in a folder, or in a list of files and folders, sorted by path.
 
-    Folders are searched recursively for images and, with `videos`, videos. A name is the path in
-    its folder. Raises ValueError if nothing is found, or if two media have the same name.
+    Folders are searched recursively for images and, with `videos`, videos. A file's name is its path
+    relative to the folder. Raises ValueError if nothing is found, or if two media have the same name.
     """
     suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
     found = dict[str, Path]()
@@ -108,12 +108,12 @@ def describe_model(vlm: Any) -> str:
 
 
 def target_of(out: str | Path, name: str) -> Path:
-    """Return the file for an item's embeddings."""
+    """Return the path of the file for an item's embeddings."""
     return Path(out) / f"{name}.safetensors"
 
 
 def is_done(target: Path, source: Path, settings: str) -> bool:
-    """Return whether an item's file exists and its source is unchanged.
+    """Return whether an item's file exists and the item's source is unchanged.
 
     Raises ValueError if a different program wrote the file, or if refvl wrote it with different
     settings.
@@ -127,13 +127,13 @@ def is_done(target: Path, source: Path, settings: str) -> bool:
 
 
 def stamp_of(source: Path) -> list[int]:
-    """Return the size of a file in bytes and the time of its contents in nanoseconds."""
+    """Return the size of a file in bytes and the time of its last modification in nanoseconds."""
     found = source.stat()
     return [found.st_size, found.st_mtime_ns]
 
 
 def write_item(target: Path, embeds: Tensor, header: dict) -> None:
-    """Write the file of an item."""
+    """Write an item's embeddings and header to a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, save({"embeds": embeds.cpu().contiguous()}, {"refvl": json.dumps(header, default=_plain)}))
 
@@ -142,7 +142,7 @@ def read_header(target: Path) -> dict:
     """Return an item's header: kind, size, layout, source, settings, and seconds per grid step for a video.
 
     Raises ValueError if `write_item` did not write the file, and FileNotFoundError if there is
-    none.
+    no file.
     """
     try:
         with safe_open(target, framework="pt") as stored:
@@ -160,8 +160,8 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 def vllm_inputs(out: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
-    out: the output of `refvl encode`. Raises ValueError for a family whose embeddings vLLM does not
-    accept, and for MiniCPM-V's videos.
+    out: the output folder of `refvl encode`. Raises ValueError for a family whose embeddings vLLM
+    does not accept, and for MiniCPM-V's videos.
     """
     if isinstance(names, str):
         raise TypeError(f"names: expected a list of names, got {names!r}")
@@ -235,5 +235,5 @@ def _encode(vlm: Any, batch: dict[str, Item], failed: dict[str, str]) -> dict[st
 
 
 def _plain(group: Any) -> Any:
-    """Return a `SliceGroup` in a form for JSON that the encoder accepts: (h, w) of a single slice, or all fields."""
+    """Return a `SliceGroup` in a JSON form that the encoder also accepts: (h, w) of a single slice, or all fields."""
     return group.slices[0] if len(group.slices) == 1 and group.temporal_ids is None else dataclasses.asdict(group)

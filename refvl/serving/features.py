@@ -1,7 +1,7 @@
 """Images as grids of features.
 
     feature_map(image)                 (t, h, w, D)    the embeddings, each at its token's location in the image
-    feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
+    feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, every patch's state after that block
     feature_map([image, image])        a list of maps  one per item
 
 MiniCPM-V and Step3-VL cut an image into slices or crops; MiniCPM-V also cuts a video into frames.
@@ -44,17 +44,17 @@ class Cut(NamedTuple):
 
 @torch.inference_mode()
 def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
-    """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
+    """Return an image or video as a grid of features, (t, h, w, D): the result of `encode` without DeepStack features.
 
-    medium: an image or a video, or a list of them, for which the result is a list with one map
-    per item. A path with a video's suffix, an array with four dimensions, a `Video` and a tuple
-    of frames count as videos. The encoder runs in inference mode; for gradients, call
-    `model.encoder` (docs/train.md). blocks: the tower blocks, with -1 for the last. With blocks,
-    the result for an item is a list with one map per block, (t, H, W, E): the states after that
-    block, patches in row-major order. Families that cut images return a list of (box, map) instead
-    of a single map. The queries of MiniCPM-V from 2.5 on have no location in the image, so the map
-    of a slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for
-    blocks that do not exist.
+    medium: an image or a video; for a list of items, the result is a list with one map per item. A
+    path with a video's suffix, an array with four dimensions, a `Video` and a tuple of frames count
+    as videos. The encoder runs in inference mode; for gradients, call `model.encoder`
+    (docs/train.md). blocks: the tower blocks, with -1 for the last. With blocks, the result for an
+    item is a list with one map per block, (t, H, W, E): the states after that block, with patches
+    in row-major order. Models that cut images return a list of (box, map) instead of a single map.
+    The queries of MiniCPM-V 2.5 to 4.5 have no location in the image, so the map of a slice is
+    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, or for blocks that
+    do not exist.
     """
     if isinstance(medium, list):
         return [feature_map(model, item, blocks=blocks) for item in medium]
@@ -69,7 +69,7 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
         record = model.record()
         model.encode_rows(record, [patches.rows], [patches.layout], progress=False)
         [rows_MW] = record.embeds
-        rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack comes after
+        rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack features follow
         return _as_map(rows_MD, [cut.tokens for cut in cuts], boxes)
     m = getattr(model.encoder.config, "spatial_merge_size", 1)
     maps = []
@@ -120,22 +120,22 @@ def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[
 
 
 def share_weights(module: Module) -> Module:
-    """Copy a module with its own submodules, hooks and configs, but with shared tensors."""
+    """Copy a module: submodules, hooks and configs are copied, but tensors are shared."""
     return copy.deepcopy(module, {id(x): x for x in itertools.chain(module.parameters(), module.buffers())})
 
 
 def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
-    """Append the output of a block to `states`; with `states` bound, this is a forward hook."""
+    """Append the output of a block to `states`; with `states` bound, this function is a forward hook."""
     states.append(output)
 
 
 def first_rows(places: Tensor, lengths: list[int]) -> Tensor:
-    """Return the patch row at each position of a block; after a fold, a window is named by its first patch."""
+    """Return the index of the patch row at each position in a block; after a fold, that of a window's first patch."""
     return places[:: len(places) // sum(lengths)]
 
 
 def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), windows ordered by first patch."""
+    """Return states without class tokens, (N, E) in patch order; after a fold, (N / 4, E), ordered by first patch."""
     state = torch.cat(runs)
     places = torch.cat([first_rows(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
     is_patch = places >= 0
@@ -143,7 +143,7 @@ def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
 
 
 def _in_reading_order(x_NE: Tensor, cut: Cut, m: int) -> Tensor:
-    """Return the patches of m x m merge blocks in row-major order; without merging they are already in this order."""
+    """Reorder the patches of m x m merge blocks to row-major order, which they already have without merging."""
     if m == 1:
         return x_NE
     t, h, w = cut.patches

@@ -4,12 +4,12 @@
     chunks        |-------|-------|-------|-------|---|-|   chunks may split media; `generate` reads the last token
     pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
-Memory then depends on N, not on the length of the prompt, except for the cache and for media that
-are pruned. The kept tokens of a pruned item are known only after the whole item is encoded, so all
-its embeddings are in memory at the same time. Positions are those of the full prompt, which are
-known from sizes before anything is encoded; each chunk uses a section of them. An engine that does
-not know the later media in advance needs `recompute_mrope_positions`, which gives the same
-positions.
+Memory use then depends on N, not on the length of the prompt, except for the cache and for media
+that are pruned. The kept tokens of a pruned item are known only after the whole item is encoded,
+so all its embeddings are in memory at the same time. Positions are those of the full prompt,
+which are known from sizes before anything is encoded; each chunk uses a section of them. An
+engine that does not know the later media in advance needs `recompute_mrope_positions`, which
+gives the same positions.
 
 Shape suffixes: L tokens of the full prompt, M tokens of an item, W values per row of the encoder.
 """
@@ -34,7 +34,7 @@ from refvl.trace import Record
 def read_in_chunks(model: Any, chunk: int, request: Request, options: dict) -> tuple[Record, dict]:
     """Run every stage up to the last token of the prompt, `chunk` tokens at a time.
 
-    Returns the trace, and `options` with the cache of the prompt except its last token.
+    Returns the trace, and `options` plus a cache of all prompt tokens except the last.
     """
     check_positive_int(chunk, "prefill_chunk")
     model.family.require("chunks")

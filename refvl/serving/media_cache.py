@@ -4,15 +4,15 @@
     the key is cached               a hit: return a copy of its embeddings
     the key is not cached           a miss: encode, store a copy, drop the least recently used entries
 
-A key covers the pixels as the tower reads them, and their layout. It covers a frame's time only if
-the tower uses it (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the prompt,
-so a hit may come from a different question, batch or turn. Pruning happens later, so it can use any
-rate. If a prompt is read in chunks, the cache stores pieces of media.
+A key covers the pixels as the tower reads them, and their layout. The key covers a frame's time only
+if the tower uses that time (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the
+prompt, so entries from a different question, batch or turn can be hits. Pruning happens later, so
+hits can be pruned at any rate. If a prompt is read in chunks, the cache stores pieces of media.
 
-The key also covers the tower: the values of its weights, even if torch counts no change
-(`weight.data`, a step of a fused optimiser), and the class and attributes of each module. It does
-not cover hooks, or methods that were replaced in a class; call `clear` after such a change. While a
-module of the tower is in training mode, its result may be random (dropout), so nothing is stored in
+The key also covers the tower: the values of the weights, even if torch counts no change
+(`weight.data`, a step of a fused optimiser), and the class and attributes of each module. The key
+does not cover hooks, or replaced methods of a class; call `clear` after such a change. While a
+module of the tower is in training mode, results may be random (dropout), so nothing is stored in
 the cache or read from it.
 """
 
@@ -30,8 +30,8 @@ from refvl.checks import check_positive_int
 from refvl.model import VLM
 from refvl.pixels.patches import Levels
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-NO_SETTING = vars(nn.Module()).keys()  # weights, submodules, hooks and the mode
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+NO_SETTING = vars(nn.Module()).keys()  # weights, submodules, hooks and the training mode
 
 
 class Embeddings(NamedTuple):
@@ -43,7 +43,7 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaCacheStats:
-    """Counters since `clear`, and the current contents."""
+    """Counters since `clear`, and the size of the current contents."""
 
     hits: int = 0
     misses: int = 0
@@ -66,7 +66,7 @@ def state_of(encoder: nn.Module) -> bytes:
 
 def sum_of_bits(x: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers; it changes with the values, even if torch counts no change."""
-    # 64 bits at a time are ten times as fast as 32
+    # summing 64 bits at a time is ten times as fast as 32
     wide = x.is_contiguous() and (x.storage_offset() * x.itemsize | x.nbytes) % 8 == 0
     return x.flatten().view(torch.int64 if wide else INTEGERS[x.itemsize]).sum()
 
@@ -140,7 +140,7 @@ class MediaCache:
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
-    """Return finished copies; on a GPU, a different thread may read them, or free the originals, on its own stream."""
+    """Return finished copies, because on a GPU, other threads may read them or free the originals on other streams."""
     copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
     if copies and copies[0].rows.is_cuda:
         torch.cuda.current_stream(copies[0].rows.device).synchronize()
@@ -165,7 +165,7 @@ class CachedVLM(VLM):
         self.media_cache: MediaCache | None = media_cache
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Set the fields of `VLM.encode_rows`, plus `cached` and `seconds_saved`; plans are those of the misses.
+        """Set the fields of `VLM.encode_rows`, plus `cached` and `seconds_saved`; the plans are those of the misses.
 
         A tower in training mode runs without the cache.
         """

@@ -40,8 +40,8 @@ ONLY_TEXT: dict[str, tuple[tuple, str]] = dict.fromkeys(  # refused in addition 
 def check_options(model: Any, method: str, options: dict, max_new_tokens: int | None) -> int:
     """Return the number of beams; raise ValueError, naming the option, for options that `method` does not support.
 
-    The values of `generation_config`, or else of the checkpoint, count if the caller does not set
-    an option.
+    If the caller does not set an option, its value in `generation_config`, or else in the
+    checkpoint, counts.
     """
     if max_new_tokens is not None:
         check_positive_int(max_new_tokens, "max_new_tokens")

@@ -6,7 +6,7 @@
 
 A vision tower is small and its items are independent, so every rank has the whole tower, and ranks
 send only the results. This takes one all-gather; tensor parallelism would need two collectives per
-layer. Ranks must agree on the sizes. The process group uses gloo on CPUs and NCCL on GPUs.
+layer. All ranks must get the same sizes. The process group uses gloo on CPUs and NCCL on GPUs.
 `group=None` selects the default group. Without any group, the calling process encodes all items.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images. Upstream:
@@ -37,8 +37,8 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
     """Assign items so that the total sizes of the ranks are similar: largest first, onto the least loaded rank.
 
     Items of equal size keep their order; among equally loaded ranks, the lowest gets the next item.
-    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number per
-    rank, and their summed sizes.
+    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number of
+    items per rank, and the total size per rank.
 
     Raises ValueError for num_gpus below 1, or for sizes that are not numbers of tokens.
 
@@ -92,8 +92,8 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: a refvl encoder, or an `EncoderGraphManager`, which then replays its own graphs on
-    each rank. pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each
+    vision_model: a refvl encoder, or an `EncoderGraphManager`; each rank then replays its own
+    graphs. pixel_values: (N, values) patch rows of all items in order, equal on every rank. Each
     rank copies only its own rows to its encoder's device. grid_thw_list: (t, h, w) per item in
     patches, or the layouts that the encoder plans. rope_type: "rope_3d", as in vLLM; no encoder of
     this library needs vLLM's other value, "rope_2d".

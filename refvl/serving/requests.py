@@ -18,7 +18,7 @@ from refvl.checks import blame
 
 
 def answer_file(vlm: Any, file: Path, out: Path, *, common: dict, progress: bool = True) -> dict[Any, str]:
-    """Append an answer to `out` for every request in `file` that has none; return {id: error} of those that failed.
+    """Append an answer to `out` for every unanswered request in `file`; return {id: error} of the failed requests.
 
     common: default `max_new_tokens`, `pruning_rate` and `pruning`. Raises ValueError, naming the
     line, for a line that is not a JSON object, and for an id that occurs twice.

@@ -14,8 +14,8 @@ from refvl.trace import Record
 
 
 def stream_answer(model: Any, trace: Record, max_new_tokens: int | None, options: dict) -> Iterator[str]:
-    """Yield the answer to a prepared prompt piece by piece; a streamer and stopping criteria of the
-    caller are also used.
+    """Yield the answer to a prepared prompt piece by piece; the caller's streamer and stopping
+    criteria also apply.
 
     Closing or deleting the generator ends the generation and its thread within one token. Errors in
     the thread are raised in this function.

@@ -42,10 +42,10 @@ def check_gpu(
 ) -> dict:
     """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON, a new file. thorough: run every check, in at most ten minutes; otherwise run
-    those that fit in a minute. Raises ValueError if `device` is not a CUDA device, and
-    FileExistsError if `out` exists. If the device cannot run anything, "problem" contains the
-    reason.
+    out: the path of a new JSON file. thorough: run every check, in at most ten minutes;
+    otherwise run those that fit in a minute. Raises ValueError if `device` is not a CUDA
+    device, and FileExistsError if `out` exists. If the device cannot run anything, "problem"
+    contains the reason.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -117,8 +117,8 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     """Return the GPU's name, capability and memory, torch's architectures, and the attention
     backend of a half-precision tower.
 
-    Raises torch's errors if it is built without CUDA or finds no GPU, and ValueError if there is no
-    such GPU.
+    Raises torch's errors if torch is built without CUDA or finds no GPU, and ValueError if there is
+    no GPU with this index.
     """
     torch.cuda.init()
     if device.index >= (count := torch.cuda.device_count()):

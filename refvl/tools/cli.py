@@ -23,7 +23,7 @@ import refvl
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-Console = partial(rich.console.Console, markup=False, emoji=False)  # brackets in a path are no markup
+Console = partial(rich.console.Console, markup=False, emoji=False)  # brackets in a path are not markup
 TRACEBACK = "REFVL_TRACEBACK"  # environment variable
 
 Checkpoint = Annotated[
@@ -325,7 +325,7 @@ def check_gpu(
     """
     from refvl.tools import check_gpu as checks
 
-    # if a kernel hangs
+    # end the process if a kernel hangs
     faulthandler.dump_traceback_later(checks.SECONDS[thorough] + 120, exit=True, file=sys.__stderr__ or 2)
     try:
         result = checks.check_gpu(device, out, thorough=thorough)

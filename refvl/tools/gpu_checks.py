@@ -41,10 +41,10 @@ from refvl.study.costs import encoder_operations
 
 SCENE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
 CLIP = np.asarray(Image.open(DATA / "clips" / "scene.png")).reshape(-1, 84, 84, 3)  # a PNG, because PyAV may be missing
-GRAPH_TOKENS = 64  # the largest budget of the checks, in which all their items fit
+GRAPH_TOKENS = 64  # the largest budget of the checks; all their items fit
 SIDES = (16, 36, 74)  # sides of the images in `times`, in patches: 224, 504, 1036 px
 TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
-# one for each shipped model; each token wins by 3 logits, so rounding changes none
+# one question per shipped model; each answer token leads by 3 logits, so rounding changes no answer
 QUESTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-qwen2_5_vl": ("What color is the circle?", "red", {"images": [SCENE]}),
     "tiny-qwen3_vl": ("Which way does the circle move?", "up", {"videos": [CLIP]}),
@@ -167,7 +167,7 @@ def _check_tower(name: str, device: torch.device, compiled: bool) -> Iterator[di
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
     """Replay two items in the order A, B, A.
 
-    Returns the largest error, and the number of values of A that change.
+    Returns the largest error, and the number of values in which both replays of A differ.
     """
     manager = EncoderGraphManager(encoder, max_budget=GRAPH_TOKENS, progress=False)
     counts, tokens, _ = zip(*map(encoder.item_size, encoder.check_layouts(layouts)), strict=True)
@@ -261,8 +261,8 @@ def _milliseconds(call: Callable[[], object]) -> float:
 def _draw_weights(encoder: Any) -> torch.Generator:
     """Draw large weights, so attention is sharp, and wrong positions change the output by a tenth or more.
 
-    A layer's outputs are 1.6 times as wide as its inputs at every layer width. Returns the
-    generator, for drawing the inputs.
+    At every width, a layer's outputs have a standard deviation 1.6 times that of its
+    inputs. Returns the generator, for drawing the inputs.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def _draw_weights(encoder: Any) -> torch.Generator:
 
 
 def _growth(encoder: Any, rows: Tensor, layouts: list, before: Tensor) -> float:
-    """Return the growth of a small relative change of the rows, at least 1.
+    """Return the factor by which a small relative change of the rows grows, at least 1.
 
     Rounding errors grow at the same rate. before: the output without the change.
     """
