@@ -3,8 +3,8 @@
 Each commit is checked out into a separate folder, and a separate process measures it with that commit's own
 `benchmarks`. The rows are those of `bench tower` and `bench performance`. For each row, the processes take
 turns, so a busy machine slows all of them. In each round, the time of a row is the shortest of several calls.
-The ratio of a row is this tree's CPU time divided by the commit's, as the median over the rounds. With --write
-the results are written to data/measurements/against_cpu.json.
+The ratio of a row is this tree's CPU time divided by the commit's CPU time, as the median over the rounds. With
+--write, the results are written to data/measurements/against_cpu.json.
 """
 
 import json
@@ -35,7 +35,7 @@ ANSWER = "measured: "  # the prefix of answers, which sets them apart from lines
 
 
 def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
-    """Return the calls timed by the two benchmarks of the tree on `sys.path`: by row, in groups built on demand."""
+    """Return, by group, functions that build the calls of both benchmarks of the tree on `sys.path`, by row."""
     from benchmarks import performance, tower
 
     performance.side_by_side = lambda ways, repeats: ways  # return the calls instead of their times
@@ -90,11 +90,11 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 
 
 def serve() -> None:
-    """Answer each line on stdin until it is closed.
+    """Answer each request, one line on stdin, until stdin is closed.
 
-    For the request "kernel", the answer is the kernel of the tree's towers; for "groups", it is the
-    names of all groups. For a group's name, the answer is the group's rows; for a row's name, it is
-    the row's shortest CPU time.
+    For the request "kernel", the answer is the kernel of the tree's towers; for "groups", the
+    answer is the names of all groups. For a group's name, the answer is the group's rows; for a
+    row's name, the answer is the row's shortest CPU time.
     """
     from benchmarks.tower import choose_linear
 
@@ -140,7 +140,7 @@ class Tree:
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
     def ask(self, what: str) -> Any:
-        """Return the answer of the process; raise RuntimeError if it has ended."""
+        """Send a request to the process and return its answer; raise RuntimeError if the process has ended."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
@@ -151,7 +151,7 @@ class Tree:
 
 
 def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
-    """Yield each row that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
+    """Yield each row that all trees have: medians in ms, and the ratio of the last tree's time to each other time."""
     if len(kernels := {tree.ask("kernel") for tree in trees.values()}) > 1:
         raise RuntimeError(f"kernel: expected all trees to choose the same kernel, got {kernels}; measure again")
     groups = {name: tree.ask("groups") for name, tree in trees.items()}

@@ -1,10 +1,10 @@
 """Compute the costs of one image and of one video in each family at full size: `python -m benchmarks.families`.
 
 Results are counted, not timed: tokens, positions, memory, and the multiplications and additions
-of tower and prefill. They are counted for images of increasing side, and for videos of
-increasing length, which each family samples by its own rule. Only the media item is counted,
-not the words around it. With --write the result is written to data/measurements/families.json.
-The count divided by a device's operations per second is a lower bound for the time of any run.
+of tower and prefill. The media are images of increasing side, and videos of increasing length,
+which each family samples by its own rule. Only the media item is counted, not the words around
+it. With --write, the result is written to data/measurements/families.json. The operations
+divided by a device's operations per second are a lower bound for the time of any run.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def load_released(family: str) -> VLM:
 
 
 def count(model: VLM, medium) -> dict:
-    """Return the costs of a media item. bytes: key-value cache plus tower activations. tower, prefill: operations."""
+    """Return a media item's costs; `bytes`: key-value cache plus tower activations; `tower`, `prefill`: operations."""
     plan = plan_media(model, medium)
     cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, model.encoder.dtype)
     return {
@@ -59,7 +59,7 @@ def count(model: VLM, medium) -> dict:
 
 
 def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
-    """Return the frames that a file of this length and size yields, black and without memory of their own.
+    """Return the video that a file of this length and size yields, with black frames that use no memory.
 
     Raises ValueError if the family accepts no video.
     """
@@ -70,7 +70,7 @@ def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: fl
 
 
 def count_positions(vlm: VLM, medium) -> int:
-    """Return how far a decoded item moves the positions of the text after it, without text inside the item."""
+    """Return the number of positions that a decoded item uses, without any text inside the item."""
     config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
     is_scaled = kind == "video" and isinstance(config, PatchConfig)
     second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0

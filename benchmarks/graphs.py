@@ -1,14 +1,14 @@
 """Compare the eager tower with replayed graphs, by image size and batch: `python -m benchmarks.graphs`.
 
-Four ways to encode the same images alternate, so a busy machine slows all of them equally. Pixels are random and new
-each time:
+Four ways to encode the same images alternate, so a busy machine slows all of them equally. Each round draws new random
+pixels. The ways are:
 
 - eager     the encoder without graphs, including its plan
-- planned the encoder with an existing plan, so only the forward is timed
-- doubling replay with budgets that double (`EncoderGraphManager`'s default); plans are cached after the first call
-- fitted replay with one budget for each image size: no padding, for users who know their input sizes
+- planned   the encoder with an existing plan, so only the forward is timed
+- doubling  replay with budgets that double (`EncoderGraphManager`'s default); plans are cached after the first call
+- fitted    replay with one budget per image size, so without padding, for users who know their input sizes
 
-Outputs are compared before anything is timed. On CUDA, the towers have their released shapes, in bfloat16. On a CPU,
+After the timed calls, outputs are compared. On CUDA, the towers have their released shapes, in bfloat16. On a CPU,
 towers and images are tiny, because a replay there tests correctness, not speed. With --write, the results are written
 to data/measurements/graphs_<tower>_<cpu|cuda>.json.
 """
@@ -74,7 +74,7 @@ def values_per_row(encoder) -> int:
 
 
 def fitted_budgets(encoder, layouts: list):
-    """Return one budget for each of these images; for encoders with several paths, one on each path."""
+    """Return the distinct budgets that fit these images exactly, by path for encoders with several paths."""
     if not hasattr(encoder, "paths"):
         return sorted({encoder.item_size(layout)[1] for layout in layouts})
     parts = [encoder.path_layouts(layout) for layout in layouts]
@@ -132,7 +132,7 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
 
 
 def measure_packing(items: int = 64, repeats: int = 50) -> dict:
-    """Time both policies on the same random items: milliseconds on the CPU, and the summed budgets."""
+    """Time both policies on the same random items; return milliseconds on the CPU and the summed budgets."""
     generator, budgets = random.Random(0), generate_budgets(64, 4096)
     result: dict[str, float] = {"items": items}
     tokens = [generator.randint(16, 1369) for _ in range(items)]
@@ -148,7 +148,7 @@ def measure_packing(items: int = 64, repeats: int = 50) -> dict:
 
 
 def make_table(tower: str, device: str) -> PrintedTable:
-    """Format medians and speed-ups over eager; the floor is the arithmetic at the device's peak rate, if known."""
+    """Return an empty table; its floor column is the time of the arithmetic at the device's peak rate, if known."""
     columns = {"px": ">5", "images": ">6", "tokens": ">6", "eager": ">9"}
     columns |= dict.fromkeys(("planned", "doubling", "fitted"), ">14") | {"floor": ">8"}
     return PrintedTable(f"one call of the {tower} tower on {device}, median ms", columns)

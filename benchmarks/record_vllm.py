@@ -20,7 +20,7 @@ from refvl.study.readout import margins
 
 
 def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dtype: str, max_new_tokens: int):
-    """Return the `Stages` of one request, and its answer. vLLM runs the tower on images, then on videos."""
+    """Return the `Stages` of one request, and the answer. vLLM runs the tower on images, then on videos."""
     import vllm
 
     ours = refvl.load(folder, device="cpu", dtype="float32", progress=False)

@@ -1,4 +1,4 @@
-"""Functions that all measurements share: machine, versions and date, tables, and timing."""
+"""Functions that measurements share, for the machine, versions and date, and for tables and timing."""
 
 import datetime
 import json
@@ -35,7 +35,7 @@ COUNTED_TOO: dict = {  # counters for operations that torch's own counter lacks 
 
 
 def varlen_operations(q, k, v, cu_seq_q, cu_seq_k, *_, **__) -> int:
-    """Count the operations of attention within segments, whose lengths are read back."""
+    """Count the operations of attention within segments, whose lengths are read back from the device."""
     pairs = (cu_seq_q.diff() * cu_seq_k.diff()).sum().item()
     return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
 
@@ -77,7 +77,7 @@ def announce(name: str, what: str, calls: int) -> None:
 
 
 class PrintedTable:
-    """Print a table row by row as results arrive, so a long run shows its progress.
+    """A table that is printed row by row as results arrive, so a long run shows its progress.
 
     columns: a dict from name to the format of its cells, as in an f-string: ">8" is eight characters wide, aligned
         right.
@@ -125,8 +125,8 @@ def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str,
 def resolve_device(device: str) -> str:
     """Return the kind of device to measure on, "cpu" or "cuda"; "auto" is CUDA if there is one.
 
-    "cuda:1" becomes the current device. On a CPU, one thread is used from here on, because several threads wait for
-    each other on a busy machine, which makes ratios noisy. Raises ValueError for an unknown device.
+    For "cuda:1", device 1 becomes the current device. On a CPU, torch uses one thread from here on, because several
+    threads wait for each other on a busy machine, which makes ratios noisy. Raises ValueError for an unknown device.
     """
     if not (found := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)):
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:1, got {device!r}")
@@ -156,7 +156,7 @@ def environment(device: str) -> dict:
 
 
 def write_measurement(name: str, result: dict) -> Path:
-    """Write data/measurements/NAME.json atomically, and print its path; the name of a timing contains the device."""
+    """Write data/measurements/NAME.json atomically, and print its path; names of timings contain the device."""
     path = DATA / "measurements" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

@@ -3,7 +3,7 @@ benchmarks.tower`.
 
 Calls alternate, so a busy machine slows all of them; the ratios are the result. Outputs are compared
 before anything is timed. Linear layers on a CPU use the kernel that `refvl.load` chooses there. Every call includes
-planning, as in transformers. Planning and attention in refvl are also measured alone. With --write the results are
+planning, as in transformers. Planning and attention in refvl are also measured alone. With --write, the results are
 written to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
@@ -116,7 +116,7 @@ def seconds_of_attention(call, device: str) -> float:
 
 @torch.inference_mode()
 def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype) -> dict:
-    """Return median milliseconds over `repeats` alternating calls with new random pixels, and ratios to refvl's."""
+    """Return median milliseconds over `repeats` alternating calls with new random pixels, and their ratio."""
     patches = sum(t * h * w for t, h, w in grid)
     frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # as transformers passes videos to GLM's tower
     is_glm = isinstance(ours, Glm4vVisionTransformer)

@@ -1,8 +1,8 @@
 """A vLLM engine in this process, whose inputs and outputs can be observed.
 
-Qwen's and GLM's folders load unchanged. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh` creates an environment
-with its build for CPUs. Import this module before vLLM, because vLLM reads the environment variables set here
-when it is imported.
+Qwen's and GLM's folders load unchanged. Methods have the names of vLLM 0.32; `benchmarks/vllm_env.sh` creates an
+environment with its build for CPUs. Import this module before vLLM, because it sets environment variables that vLLM
+reads on import.
 """
 
 import os
@@ -38,12 +38,12 @@ def start(folder: str | Path, **options) -> Any:
 
 
 def runner(engine: Any) -> Any:
-    """Return the model runner, whose `model` is the model."""
+    """Return the engine's model runner; its `model` is the loaded model."""
     return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
-    """Record (keyword arguments, output) of each method's calls from now on. Clear the record between requests."""
+    """Return a record that collects (keyword arguments, output) of watched calls; clear it between requests."""
     model, seen = runner(engine).model, dict[str, list]()
 
     def wrap(name: str, inner: Callable) -> Callable:

@@ -3,8 +3,8 @@
 
 The folders of Qwen and GLM are loaded into an engine of vLLM 0.32 on this CPU, in float32; refvl and vLLM get the same
 questions about held-out scenes. Prompt ids, positions, the logits of the first token and the ids of the answer are
-compared, request by request. If the two differ, refvl gets vLLM's inputs (the pixels of its resize, the positions after
-its pruning), and must then agree. If a request agrees in neither way, the exit status is 1. `benchmarks/vllm_env.sh`
+compared, request by request. If the results differ, refvl runs again with vLLM's inputs (resized pixels and positions
+after pruning), and must then agree. If a request agrees in neither run, the exit status is 1. `benchmarks/vllm_env.sh`
 creates the environment.
 """
 
@@ -36,8 +36,8 @@ NEW_TOKENS = 24
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
-    """Return (kind, arguments of `chat`) of all requests to a family; with pruning, only of those
-    that pruning can change.
+    """Return (kind, arguments of `chat`) of all requests to a family; with pruning, "motion" is the
+    only one of the family's own kinds.
     """
     kinds = ["motion"] if q else find_family(name).kinds
     found = [(kind, request.arguments) for kind in kinds for request in requests_for(kind, count)]
@@ -61,7 +61,7 @@ def odd_sizes(count: int) -> list[tuple[str, dict]]:
 
 
 def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
-    """Return (vocabulary,), the logits after the prompt of the trace."""
+    """Return the logits after the prompt of the trace, (vocabulary,)."""
     deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
     with torch.inference_mode():
         output = model.language_model(
@@ -71,7 +71,7 @@ def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
 
 
 def positions_of(seen: dict, q: float, length: int) -> Tensor:
-    """Return (3, L), the positions in vLLM's language model."""
+    """Return the positions in vLLM's language model, (3, L)."""
     if not q:
         return seen["get_mrope_input_positions"][-1][1][0][:, :length].clone()
     calls = seen["recompute_mrope_positions"]

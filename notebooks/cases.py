@@ -39,7 +39,7 @@ def patch_rows(pixels: Tensor, patch: int, merge: int, steps: int) -> Tensor:
 
 
 def window_index(grids: list, side: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the library's order of tokens."""
+    """Return the library's order of tokens, its inverse, and the lengths of windows."""
     index, ends = window_order(grids, 1, side)
     return index, index.argsort(), ends.diff().tolist()
 
@@ -57,7 +57,7 @@ def evs(embeds: Tensor, steps: int, rate: float, positions: Tensor, offset: int)
 
 
 def filled(buffer: Tensor, values: Tensor, rule: str) -> Tensor:
-    """Return the contents that a buffer must have."""
+    """Return the contents that a buffer must have, filled by `rule` after `values`."""
     rest = {"zero": 0 * buffer, "identity": torch.arange(len(buffer)), "repeat_last": values[-1].expand_as(buffer)}
     return torch.cat([values, rest[rule][len(values) :]])
 
@@ -66,7 +66,7 @@ LIBRARY = vars(Stages()) | {"patch_rows": patch_rows, "window_index": window_ind
 
 
 def cases(name: str, count: int = 200) -> Iterator[Case]:
-    """Yield named cases and `count` random ones."""
+    """Yield the named cases of a function and `count` random ones."""
     rng, noise = random.Random(name), torch.Generator().manual_seed(0)
     for label, arguments in globals()[f"_{name}"](rng, noise, count):
         yield label or f"{name}{arguments}", arguments, EXPECTED.get(name, LIBRARY[name])(*arguments)
@@ -112,7 +112,7 @@ def _rotate(rng, noise, count):
 
 
 def _rotated(x: Tensor, row: Tensor, column: Tensor, theta: float) -> Close:
-    """Multiply complex numbers in double precision."""
+    """Rotate by multiplying complex numbers in double precision."""
     quarter = x.shape[-1] // 4
     one, other = x.double().chunk(2, -1)
     speed = theta ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
@@ -122,7 +122,7 @@ def _rotated(x: Tensor, row: Tensor, column: Tensor, theta: float) -> Close:
 
 
 def _close(want: Tensor, dtype: torch.dtype) -> Close:
-    """Allow one rounding to bfloat16, and in float32 the rounding of angles up to 40 and of sums."""
+    """Return `want` with allowed errors: one rounding to bfloat16, or float32's of sums and angles up to 40."""
     unit = 2.0 ** (want.abs().clamp(min=1e-30).log2().floor() - 7)  # the last bit of a bfloat16
     return Close(want, dtype, 0.51 * unit + 1e-5 if dtype == torch.bfloat16 else 2e-5 + 2e-5 * want.abs())
 
@@ -138,7 +138,7 @@ def _attend(rng, noise, count):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Close:
-    """Sum over the keys of one query and head after the other, in double precision."""
+    """Compute attention for one query and head after the other, in double precision."""
     dtype, (q, k, v), out = q.dtype, (x.double() for x in (q, k, v)), torch.empty_like(q, dtype=torch.float64)
     for n, end in zip(lengths, accumulate(lengths), strict=True):
         for i in range(end - n, end):
@@ -189,7 +189,7 @@ def _mrope(rng, noise, count):
 
 
 def _evs(rng, noise, count):
-    still = torch.tensor([[1.0, 0], [0, 1], [-1, 0]]).repeat(3, 1)  # of length 1: exact in every formula
+    still = torch.tensor([[1.0, 0], [0, 1], [-1, 0]]).repeat(3, 1)  # unit vectors, for which every formula is exact
     zeros = still * torch.tensor([1, 1, 0, 1, 0, 1, -1, 1, 1])[:, None]
     two = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1]])
     yield "two steps of two tokens", _prompt(rng, two, 2, 0.25, 1, 2)
@@ -212,7 +212,7 @@ def _prompt(rng: random.Random, embeds: Tensor, t: int, rate: float, before: int
 
 
 def _exact(noise: torch.Generator, t: int, n: int) -> Tensor:
-    """Draw vectors with four numbers 1 or -1: all cosines are multiples of a quarter, and many scores are equal."""
+    """Draw vectors with four entries of 1 or -1, so cosines are multiples of a quarter, and many scores are equal."""
     places = torch.rand(t * n, 8, generator=noise).argsort(1)[:, :4]
     signs = torch.randint(0, 2, (t * n, 4), generator=noise) * 2.0 - 1
     embeds = torch.zeros(t * n, 8).scatter(1, places, signs)
@@ -241,7 +241,7 @@ class Fixed:
 
 
 class Graph(Fixed, TraceGraph):
-    """The recording."""
+    """A recording that is not copied."""
 
 
 class Buffers(Fixed, dict):

@@ -1,7 +1,7 @@
 """Judge the reader's code: strictly, within a time limit, and without raising an exception.
 
     not yet   the function is still the stub: its body is `...`
-    wrong     the first case that differs: the place, the expected value and the reader's value, side by side
+    wrong     the first case that differs: the index, and the expected value beside the reader's value
     right     the number of cases
 
 `compare` rejects a different type, dtype, shape or device, and a changed argument. Solved tasks
@@ -59,7 +59,7 @@ class Wrong(Exception):
 
 
 class TooLong(BaseException):
-    """The reader's function took longer than LIMIT; not an Exception, which the function might catch."""
+    """The error of a function that took longer than LIMIT; not an Exception, because the function might catch it."""
 
 
 class Printed(StringIO):
@@ -84,7 +84,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Picture:
-    """Pixels (H, W, 3) uint8, shown on the grid of tokens of 28 px."""
+    """An image, (H, W, 3) uint8, shown with the grid of its 28 px tokens."""
 
     pixels: np.ndarray = field(repr=False)
     alt: str = ""
@@ -103,7 +103,7 @@ class Verdict:
     three hints to open.
     """
 
-    status: str  # one of MARKS
+    status: str  # a key of MARKS
     line: str
     hints: tuple[str, ...] = ()
     want: Any = None
@@ -140,7 +140,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> tuple:
-        """Return the cells of the row, ending with the prediction."""
+        """The cells of the row, ending with the prediction."""
         off = "" if not isinstance(self.guess, int) else f"{self.guess} ({abs(self.guess - self.yours)} off)"
         return self.kind, f"{self.yours} of {self.count}", self.library, self.chance, self.same, off
 
@@ -237,8 +237,8 @@ def record(name: str, verdict: Verdict) -> Verdict:
 
 
 def compare(case: str, got: Any, want: Any, names: Sequence[str] = ()) -> None:
-    """Raise `Wrong` at the first difference in type, dtype, device, shape or value; names:
-    those of a tuple's parts.
+    """Raise `Wrong` at the first difference in type, dtype, device, shape or value.
+    names: the names of a tuple's parts.
     """
     if isinstance(want, Tensor | Close):
         _compare_tensors(case, got, want)
@@ -303,7 +303,7 @@ def limited(function: Callable, times: float = 1.0, printed: Printed | None = No
         running, lock = [True], threading.Lock()
 
         def stop():
-            with lock:  # either before the function has ended, or not at all
+            with lock:  # raise before the function has ended, or not at all
                 if running:
                     raise_in(thread, ctypes.py_object(TooLong))
 
@@ -370,7 +370,7 @@ def as_text(want: Any, got: Any) -> str:
 
 
 def beside(want: Any, got: Any) -> str:
-    """Return HTML: both values as grids of coloured cells; cells that differ are framed."""
+    """Return both values as HTML grids of coloured cells, in which cells that differ are framed."""
     corners = _corners(want, got)
     if corners is None:
         return ""

@@ -1,7 +1,7 @@
-"""A limit on the CPU time of each notebook, which takes less than a minute on a quiet machine with two cores.
+"""A limit on the CPU time of each notebook; a notebook takes less than a minute on a quiet machine with two cores.
 
-The tests allow three minutes of CPU time. Waiting for other processes does not count; a slow or shared core takes
-longer.
+The tests allow three minutes of CPU time, because a slow or shared core takes longer. Waiting for other processes
+does not count.
 """
 
 import resource

@@ -36,9 +36,9 @@ COUNT = 200  # random cases
 
 
 def exercise(*names: str, call: Callable[[Callable], Callable] | None = None) -> Callable:
-    """Turn a generator of cases into a check of the reader's function; names: the parts of its results.
+    """Turn a generator of cases into a check of the reader's function; names: the names of its result's parts.
 
-    call: turns the reader's function into a function of the cases' arguments; None if the reader's accepts them itself.
+    call: turns the reader's function into one that accepts the cases' arguments; None if it already does.
 
     The generator's docstring states the task, then gives hints, from a nudge to almost the full
     solution.
@@ -125,8 +125,8 @@ def progress() -> Progress:
 
 
 def minutes_of(markdown: Sequence[str], code: Sequence[str], writing: int) -> int:
-    """Return a learner's minutes: 200 words or six lines of code a minute, and the minutes for
-    writing functions.
+    """Return the minutes that a learner needs, at 200 words or six lines of code a minute, plus
+    `writing`, the minutes for writing functions.
 
     Collapsed text, tables and addresses of links do not count; neither do imports, comments and blank lines.
     """

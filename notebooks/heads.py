@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# from pixels to an answer, and the five families; the rest is elective
+# notebooks from pixels to an answer, and on the five families; all others are electives
 ROUTE = ("00", "01", "02", "03", "04", "05", "17")
 HEAD = "head"  # the tag of cells that are not part of the lesson
 COLAB = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({})"

@@ -60,7 +60,7 @@ class Station:
     """A stop on the journey: a description, and the notebooks, files and explorers that show
     it.
 
-    stage: the stage of "One picture, line by line" that shows it.
+    stage: the number of the stage of "One image, line by line" that shows the stop.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Station:
 INDEX = tomllib.loads((ROOT / "notebooks/pages.toml").read_text(encoding="utf-8"))
 STATIONS = [Station(**values) for values in INDEX["stations"]]
 EXPLORERS = INDEX["explorers"]
-# reader: their goal, and their pages in order, each by a notebook's number, an explorer's name, or an address
+# reader -> goal, and pages in order, each given as a notebook's number, an explorer's name, or an address
 READERS = INDEX["readers"]
 
 PAGE = """<!doctype html>
@@ -140,7 +140,7 @@ def explorer_page(name: str, made: dict[str, list], notebooks: list[Path]) -> st
 
 
 def journey_page(name: str) -> str:
-    """Follow an answer of a shipped model and return its page, with links to those of the other models."""
+    """Follow an answer of a shipped model and return its page, with links to the pages of the other models."""
     asked = SHIPPED[name]
     journey = follow(small_model(asked.checkpoint), asked.question, **asked.options)
     links = {other.name: "" if key == name else f"{key}.html" for key, other in SHIPPED.items()}
@@ -158,7 +158,7 @@ def live_pages() -> dict[str, str]:
 
 
 def guides() -> dict[str, str]:
-    """Return the pages of docs/*.md by address, and of each question."""
+    """Return the pages of docs/*.md and of each question, by address."""
 
     def embedded(match: re.Match) -> str:
         return small((ROOT / "docs" / match[2]).read_bytes(), match[1], side=1200)
@@ -212,7 +212,7 @@ def prepare(notebook: Any, folder: Path) -> None:
 
 
 def show_output(output: Any, models: dict, said: str) -> None:
-    """Replace a widget with a live explorer, other images with WebP; `said` is the alt text of images without any."""
+    """Replace a widget with a live explorer, and other images with WebP; `said` is the alt text if there is none."""
     data, metadata = output.data, output.setdefault("metadata", {})
     entry = models.get(data.pop(VIEW, {}).get("model_id"))
     if entry and "_esm" in entry["state"]:
@@ -338,7 +338,7 @@ def live_item() -> str:
 
 
 def reader_item(name: str, wants: str, pages: tuple[str, ...], titles: dict[str, str], minutes: dict[str, int]) -> str:
-    """Return the goal of one kind of reader, and the pages in their order."""
+    """Return a section with the goal of one kind of reader, and this reader's pages in order."""
     addresses = [next(a for a in titles if a == p or re.search(rf"/{p}(_|[.]html)", a)) for p in pages]
     items = "".join(f'<li><a href="{address}">{html.escape(titles[address])}</a></li>' for address in addresses)
     total = sum(minutes.get(address, 5) for address in addresses)

@@ -2,10 +2,10 @@
 
     PUBLIC      -> the modules whose names are public
     entries()   -> one Entry per name: from the docstring and the files that use the name
-    page()      -> reference.html, with a search that runs in the page
+    body()      -> the HTML of reference.html, with a search that runs in the page
 
-A name that no test or notebook contains gets the test or notebook of its file: `home` in
-reference.toml.
+A name that no test or notebook contains gets the test or notebook of its file (`home` in
+reference.toml).
 """
 
 import ast
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def anchor(self) -> str:
-        """The id of its section in the page."""
+        """The id of the name's section in the page."""
         return f"{self.module}.{self.name}"
 
 
@@ -127,7 +127,7 @@ def most_uses(name: str, pattern: str) -> str:
 
 
 def entries() -> list[Entry]:
-    """Return all public names. Raises KeyError, naming the file, for a name without a test or a notebook."""
+    """Return one entry per public name. Raises KeyError, naming the file, for a name without a test or a notebook."""
     books = {Path(path).name[:2]: Path(path).stem for path in texts("notebooks/[0-9]*.ipynb")}
     made = []
     for module, name, value in public():

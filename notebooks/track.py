@@ -42,7 +42,7 @@ from refvl.pipeline import Request
 
 TASKS = tomllib.loads((NOTEBOOKS / "tasks.toml").read_text(encoding="utf-8"))
 NAMES = tuple(LIBRARY)  # in the order of the path
-KINDS = {  # the questions that need a function, by data/measurements/ablations.json, and one that does not
+KINDS = {  # kinds of questions that need a function (see data/measurements/ablations.json), and one that does not
     "target_size": ("color, other sizes",),
     "patch_rows": ("color", "neighbour", "motion, five frames"),
     "window_index": ("window", "place", "color", "color, after another image"),
@@ -66,7 +66,7 @@ KEPT = "stored in mine.py"
 
 
 def written() -> dict[str, Callable]:
-    """Return the functions of mine.py that are not stubs any more; if the file has changed, it is read again."""
+    """Return the functions of mine.py that are no longer stubs; read the file again if it has changed."""
     text = Path(mine.__file__).read_text(encoding="utf-8")
     if text != vars(mine).setdefault("TEXT", text):
         linecache.checkcache(mine.__file__)
@@ -185,7 +185,7 @@ def answers(model: refvl.VLM, asked: Sequence[dict], rate: float = 0.0) -> list[
 
 @cache
 def questions(kind: str, count: int, first: int = 5000) -> list:
-    """Return questions about scenes that the model was not trained on."""
+    """Return questions about test scenes, on which the model was not trained."""
     return requests_for(kind, count, split="test", first=first)
 
 
@@ -202,8 +202,8 @@ def run(*functions: Callable | str, mistake: str = "", predicted: dict | None = 
 
     functions: the reader's functions, or names of the nine; they run with those of mine.py. The
     library's functions replace stubs. With `mistake`, a planted mistake of the one named
-    function runs alone. predicted: kind of question -> how many of `count` will be correct; it
-    is stored, and a board without it is folded. Never raises for the reader's code.
+    function runs alone. predicted: kind of question -> how many of `count` will be correct; a
+    prediction is stored, and a board without it is folded. Errors in the reader's code become a note.
     """
     names = [f if isinstance(f, str) else f.__name__ for f in functions] or list(written())
     if unknown := [name for name in names if name not in NAMES]:

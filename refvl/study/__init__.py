@@ -7,6 +7,6 @@ boxes.py         boxes in answers, in pixels of the image
 costs.py         the costs of a model, computed before it is loaded
 follow.py        the functions that a request calls, in call order; source.py parses their files
 shallow.py       a random checkpoint with the widths of a release and few layers
-stale.py         the result of a graph replay if one buffer is not refilled
+stages.py        functions that you can write yourself; interventions.py replaces their results
 releases.py      positions as released software computes them
 """

@@ -1,5 +1,5 @@
-"""Boxes and points in answers: find them in the text,
-and convert them to pixels of the image and back.
+"""Boxes and points in answers: how to find them in the text,
+and how to convert them to pixels of the image and back.
 
 The unit of coordinates differs from family to family, and answers do not state it:
 
@@ -8,14 +8,14 @@ The unit of coordinates differs from family to family, and answers do not state 
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
-The makers state this in QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161,
-OpenBMB/MiniCPM-V#772 and #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow
-Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7 follow 2.6 and 4.5. For GLM-OCR, GLM-GA, MiniCPM-V 2.0
-and 2.5, Step3-VL and Step-3.7 we found no documentation, so these families raise an error.
+The makers state these units in QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161,
+OpenBMB/MiniCPM-V#772 and #982. We assume, without a statement, that Qwen3.5 to 3.8 follow Qwen3-VL,
+and that MiniCPM-V 4.0, 4.6 and 4.7 follow 2.6 and 4.5. We found no documentation for GLM-OCR, GLM-GA,
+MiniCPM-V 2.0 and 2.5, Step3-VL and Step-3.7.
 
 Sizes are (width, height), boxes are x1, y1, x2, y2, and points are x, y, all measured from the
-upper left corner. An image's size is its size after the EXIF orientation is applied, as in the
-result of `refvl.pixels.media.load_image`.
+upper left corner. The size of an image is its size after the EXIF orientation has been applied,
+as `refvl.pixels.media.load_image` does.
 """
 
 import re
@@ -28,8 +28,8 @@ from torch import Tensor
 
 
 class Region(NamedTuple):
-    """A box (4 numbers) or a point (2) in the model's coordinates,
-    with its label in the answer ("" if none).
+    """A box (4 numbers) or a point (2 numbers) in the model's coordinates,
+    and its label in the answer ("" if there is none).
     """
 
     label: str
@@ -38,9 +38,9 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """The notation of a family's boxes.
+    """The notation and the coordinate space of a family's boxes.
 
-    names: a regular expression for `family`, in lower case without punctuation.
+    names: a regular expression for `family` in lower case, without punctuation.
 
     notation: "json" (bbox_2d, point_2d or bare lists) or "tags" (<box>x1 y1 x2 y2</box>).
     """
@@ -48,7 +48,7 @@ class Convention:
     title: str
     names: str
     notation: str
-    space: tuple[int, int] | None = (1000, 1000)  # the far corner's coordinates; None: the size of the resized image
+    space: tuple[int, int] | None = (1000, 1000)  # the lower right corner; None: the size of the resized image
 
 
 CONVENTIONS = (
@@ -61,11 +61,11 @@ CONVENTIONS = (
 
 
 def find_convention(family: str) -> Convention:
-    """Return the convention of a release, a hub id ("Qwen2.5-VL-7B-Instruct"), a `model_type`,
-    or `Family.name`.
+    """Return the box convention of a family, given as a release, a hub id
+    ("Qwen2.5-VL-7B-Instruct"), a `model_type` or a `Family.name`.
 
-    The name "minicpmv" counts as 2.6 or later. Raises ValueError if the convention is not
-    documented.
+    The name "minicpmv" counts as MiniCPM-V 2.6 or later. Raises ValueError if the convention is
+    not documented.
     """
     plain = re.sub(r"[^a-z0-9]", "", re.split(r"[,(]", family.split("/")[-1])[0].lower())
     for convention in CONVENTIONS:
@@ -76,7 +76,7 @@ def find_convention(family: str) -> Convention:
 
 
 def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, int]:
-    """Return the (width, height) of the space of a family's coordinates.
+    """Return the (width, height) of a family's coordinate space.
 
     resized: (width, height) of the image as the tower sees it; for a grid (1, h, w) of 14 px
     patches it is (14 * w, 14 * h). This argument is required for Qwen2.5-VL and ignored for other
@@ -93,11 +93,11 @@ def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, in
 
 
 def to_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None = None, family: str) -> Tensor:
-    """Convert boxes from an answer to pixels of the image, (n, 4) float32; points are (n, 2).
+    """Convert boxes in an answer to pixels of the image: (n, 4) float32, or (n, 2) for points.
 
     boxes: (n, 4) or (n, 2), or a single box or point, as nested sequences or an array. picture: the
-    (width, height) of the image before it was resized. resized, family: see `space_of`. Boxes
-    outside the image stay outside. Raises ValueError for other shapes or families.
+    (width, height) of the image before it was resized. resized, family: see `space_of`. Boxes that
+    reach beyond the image are not clipped. Raises ValueError for other shapes or families.
 
     >>> to_picture([[546, 0, 1092, 966]], picture=(1080, 1920), resized=(1092, 1932), family="Qwen2.5-VL").tolist()
     [[540.0, 0.0, 1080.0, 960.0]]
@@ -106,15 +106,15 @@ def to_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None =
 
 
 def from_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None = None, family: str) -> Tensor:
-    """Convert boxes from pixels of the image to a family's coordinates, (n, 4) float32;
-    points are (n, 2).
+    """Convert boxes in pixels of the image to a family's coordinates: (n, 4) float32,
+    or (n, 2) for points.
     """
     return rescale(boxes, picture, space_of(family, resized))
 
 
 def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
-    """Convert coordinates from a space of (width, height) `size` to one of `new_size`,
-    (n, 4) or (n, 2) float32.
+    """Convert boxes or points from a space of `size` (width, height) to a space of `new_size`;
+    return (n, 4) or (n, 2) float32.
     """
     rows = _rows(boxes)
     factors = torch.tensor([new / old for old, new in zip(size, new_size, strict=True)], dtype=torch.float64)
@@ -122,7 +122,7 @@ def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
 
 
 def _rows(boxes) -> Tensor:
-    """Return boxes as (n, 4) or (n, 2) float64; without boxes, the shape is (0, 4)."""
+    """Return boxes as (n, 4) or points as (n, 2), in float64; an empty list becomes (0, 4)."""
     rows = torch.as_tensor(boxes).double()
     rows = rows.reshape(0, 4) if rows.shape == (0,) else rows[None] if rows.ndim == 1 else rows
     if rows.ndim != 2 or rows.shape[1] not in (2, 4):
@@ -132,7 +132,7 @@ def _rows(boxes) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------- in the text of answers
 
-_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # limits the digits, because longer numbers are no coordinates
+_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # the digits are limited, because longer numbers are not coordinates
 _PAIR = rf"{_NUMBER}\s*,\s*{_NUMBER}"
 _LIST = re.compile(rf"\[\s*({_PAIR}(?:\s*,\s*{_PAIR})?)\s*\]")
 _KEY = re.compile(r"""\b(?:bbox|point)(?:_2d)?["']?\s*:\s*(\[[\[\]\s\d.,-]*)""")
@@ -144,9 +144,9 @@ _MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # 
 def parse(text: str, family: str) -> Tensor:
     """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`.
 
-    Boxes are in the order of the text, with corners as written. Text never raises an error:
-    anything except four numbers in the family's notation is skipped. For a truncated answer, only
-    the complete boxes are returned. Without any boxes, the result has shape (0, 4).
+    Boxes keep the order of the text, and their corners are returned as written. No text raises an
+    error: anything except four numbers in the family's notation is skipped. If the answer is
+    truncated, only complete boxes are returned. Without any boxes, the result has shape (0, 4).
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]
@@ -160,15 +160,15 @@ def find_regions(text: str, family: str) -> list[Region]:
 
     Delimiters may be special tokens, which `chat` drops but
     `processor.tokenizer.decode(trace.token_ids)` keeps. MiniCPM-V's boxes cannot be found without
-    their delimiters. GLM's delimiters enclose the answer, so any thoughts before it are ignored.
+    their delimiters. GLM's delimiters enclose the answer, so thoughts before them are ignored.
     """
     return list(_NOTATIONS[find_convention(family).notation](text))
 
 
 def _json_regions(text: str) -> Iterator[Region]:
-    """Yield objects with bbox_2d or point_2d and a label, or bare lists if there are none.
+    """Yield the boxes and points of objects with their labels, or bare lists if no object has any.
 
-    This is not a JSON parser, because answers may end anywhere, use single quotes and omit commas.
+    A JSON parser would fail, because answers may end anywhere, use single quotes or omit commas.
     """
     text = "\n".join(_MARKED.findall(text)) or text
     objects = [(_LABEL.search(part), _KEY.findall(part)) for part in text.split("{")[1:] if "[" in part]

@@ -1,12 +1,12 @@
-"""Causes of a first difference that a recomputation proves: the stage runs again with a single change.
+"""Causes of the first difference between two runs, proven by running the stage again with a single change.
 
     resize       a different filter or order in Pillow, or torchvision's bicubic; needs the image of a `Trace`
     tower        a window order that was not undone; rows and columns exchanged
-    positions    axes exchanged; the rules of other releases (`refvl.study.releases`)
-    text model   axes exchanged; the theta of a different release
+    positions    axes exchanged; the rules of released software (`refvl.study.releases`)
+    text model   axes exchanged; the theta of a different model
 
 A cause is named only if the changed stage reproduces one run, and the unchanged stage reproduces
-the other.
+the other run.
 """
 
 import math
@@ -26,19 +26,19 @@ from refvl.serving.features import share_weights
 from refvl.study import releases
 from refvl.study.readout import last_states
 
-LEFT = 1e-3  # a cause may leave this share of a difference unexplained
-THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope theta of released text models
+LEFT = 1e-3  # the share of a difference that a cause may leave unexplained
+THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # the rope thetas of released text models
 ORDERS = {", ".join("thw"[axis] for axis in order): list(order) for order in list(permutations(range(3)))[1:]}
-Made = Iterator[tuple[str, Tensor]]  # the stage as the model computes it, then (cause, the stage with this cause)
+Made = Iterator[tuple[str, Tensor]]  # yields ("", the correct result), then (cause, the result with this cause)
 
 
 @torch.inference_mode()
 def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> str:
-    """Return the cause of the first difference, and the run that has it;
-    "" if no recomputation proves one.
+    """Return the cause of the first difference, and the run with this cause;
+    "" if no recomputation proves a cause.
 
-    name: the tensor that differs. model: the `VLM` of one of the runs. a, b: their `Stages`. trace:
-    the run that is a `Trace`, whose messages and media are known.
+    name: the name of the tensor that differs. model: the `VLM` of one of the runs. a, b: the runs'
+    `Stages`. trace: the run that is a `Trace`, with messages and media, if any.
     """
     stage, what = name.split("/", 1)
     if what == "input_ids":
@@ -51,7 +51,7 @@ def proven_cause(name: str, model: Any, a: Any, b: Any, trace: Any = None) -> st
         return ""
     distances = [float((right.float() - run).norm()) for run in runs]
     odd = distances.index(max(distances))
-    enough = max(LEFT, 4 * distances[1 - odd] / distances[odd])  # even two correct runs differ, because of kernels
+    enough = max(LEFT, 4 * distances[1 - odd] / distances[odd])  # even two correct runs differ if kernels differ
     if not enough < 0.5:
         return ""
     for cause, found in made:

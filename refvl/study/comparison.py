@@ -1,10 +1,10 @@
-"""A comparison of two runs, on disk or in memory: the first stage that differs, its location and the difference.
+"""A comparison of two runs, on disk or in memory: which stage differs first, where, and by how much.
 
     trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
-    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, its difference and location
+    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, where and by how much
 
-A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns refvl's
-stages. Other software can write folders of the same form, with some or all stages
+A tensor's name is "stage/what", such as "encode/0" for the first item. `Trace.stages` returns
+refvl's stages. Other software can write folders of the same form, with some or all stages
 (`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
@@ -28,18 +28,18 @@ FORMAT, TENSORS, MANIFEST = "refvl stages 2", "stages.safetensors", "manifest.js
 STAGES = ("decode media", "patchify", "encode", "prune", "merge", "positions", "prefill", "decode tokens")
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-RTOL = 1e-3  # for stages of media: tolerates float32 rounding in a tower, and detects bfloat16
+RTOL = 1e-3  # for stages of media: above the float32 rounding in a tower, below that of bfloat16
 # a text model may amplify a difference between its inputs by this factor; measured factors are at most 1
 GROWTH = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """The results of each stage of a run: tensors by "stage/what", in the order of the stages.
+    """The results of a run's stages: tensors keyed by "stage/what", in the order of the stages.
 
-    source: the software that produced the run. layouts: one per item: (t, h, w) in patches, or None
-    if the layout is not a grid. spans: the spans of the media in the prompt, if they are known and
-    nothing was pruned.
+    source: the software that produced the run. layouts: for each item, (t, h, w) in patches, or
+    None if the layout is not a grid. spans: the media's spans in the prompt; empty if
+    unknown, or if tokens were pruned.
     """
 
     tensors: dict[str, Tensor]
@@ -48,8 +48,8 @@ class Stages:
     spans: list[MediaSpan] = field(default_factory=list)
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must be new or empty; raise FileExistsError for a file or a folder
-        with files.
+        """Write the stages into `folder`; raise FileExistsError if `folder` is a file, or a folder
+        that is not empty.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ class Stages:
     def load(cls, folder: str | Path) -> "Stages":
         """Load a folder that `save` wrote.
 
-        Raises FileNotFoundError or ValueError, naming the file, if the folder has different
-        contents.
+        Raises FileNotFoundError or ValueError, naming the file, if a file is missing or has
+        different contents.
         """
         file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
         about = read_json(manifest)
@@ -80,7 +80,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """One tensor compared in both runs: the largest difference and value,
+    """The comparison of one tensor in both runs: the largest difference, the largest value,
     and the rows beyond tolerance.
     """
 
@@ -88,7 +88,7 @@ class Difference:
     differs: bool
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
-    beyond: str = ""  # the number of rows, and the location of the first one
+    beyond: str = ""  # the number of rows beyond tolerance, and where the first one is
     cause: str = ""  # the cause that a recomputation proved; "" if none did
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Difference:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
     """The comparison of two runs; `first` is the first tensor that differs,
-    or None if they are equal.
+    or None if no tensor differs.
     """
 
     a: str
@@ -115,7 +115,7 @@ class Comparison:
 
     @property
     def stage(self) -> str | None:
-        """The first stage that differs."""
+        """The name of the first stage that differs."""
         return self.first.name.split("/")[0] if self.first else None
 
     @property
@@ -134,22 +134,22 @@ class Comparison:
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
-    """Find where two runs first differ, and by how much; each is a `Trace`, `Stages`,
+    """Find where two runs first differ, and by how much; each run is a `Trace`, `Stages`,
     or a folder that one of these saved.
 
-    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b, or of its
-    token's row in the inputs of the text model. By default, rtol is 1e-3 up to the positions; in
-    the text model it is the expected rounding error (see `rounding`). Integers and masks must be
-    equal, and nan and inf must be in the same places. Stages that only one run recorded are listed
-    but not compared. model: the `VLM` of one of the runs, which recomputes the first stage that
-    differs, to prove a cause (`refvl.study.causes`). Raises TypeError or ValueError, naming the
-    argument; the runs must share a stage.
+    A value differs if |a - b| > atol + rtol * the largest magnitude in b: that of its tensor or, in
+    the inputs and states of the text model, that of its row. By default, rtol is 1e-3 up to the
+    positions; in the text model, it is the expected rounding error (see `rounding`). Integers and
+    masks must be equal, and nan and inf must be in the same elements. Stages that only one run
+    recorded are listed but not compared. model: the `VLM` of one of the runs, which recomputes the
+    first stage that differs, to prove a cause (`refvl.study.causes`). Raises TypeError or
+    ValueError, naming the argument; the runs must share a stage.
     """
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
     if not names:
         raise ValueError(f"a, b: {ours.source} and {theirs.source} share no recorded stage")
-    names.sort(key=lambda name: STAGES.index(name.split("/")[0]))  # stable, so each stage keeps the recorded order
+    names.sort(key=lambda name: STAGES.index(name.split("/")[0]))  # stable, so the order within a stage is kept
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
     found = Comparison(ours.source, theirs.source, rows, sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
     if model is not None and found.first is not None:
@@ -174,7 +174,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
         return Difference(name, True, nan, nan, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
-    same = (x == y) | (x.isnan() & y.isnan())  # == covers inf
+    same = (x == y) | (x.isnan() & y.isnan())  # also for inf
     apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf))
     largest = float(apart.max()) if apart.numel() else 0.0
     scale = float(torch.where(y.isfinite(), y, 0.0).abs().max()) if y.numel() else 0.0
@@ -191,11 +191,11 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """Return the allowed difference between values: a number, or a tensor with one row per layer
-    for the states, and per token for the inputs of the text model.
+    """Return the allowed difference: one number or, for the text model, a column of numbers, one
+    per layer for its states and one per token for its inputs.
     """
     share = RTOL if rtol is None else rtol
-    if name == STATES or name.startswith("merge/"):  # rows of text are small compared with those of media
+    if name == STATES or name.startswith("merge/"):  # text has smaller values than media
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
         if name == STATES and rtol is None:
             return torch.tensor([[rounding(ours, theirs, layer)] for layer in range(len(y))]) * scales
@@ -207,13 +207,13 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 
 
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
-    """Return the share of the largest value that rounding explains after `layers` layers;
-    None means after the head.
+    """Return the difference that rounding explains after `layers` layers (None: after the head),
+    as a share of the largest value.
 
-    The share is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps /
-    2. The largest of about 10^5 values determines it (`tests/closeness.py` derives the formula).
-    The machine epsilon, eps, is that of the coarser run. Float32 rounds every term of a layer's
-    sums, which are about ten times as long as the model is wide. In half precision, sums are
+    The share is 2 * sqrt(n) * eps if n values are rounded one after the other, each by at most eps
+    / 2. The factor 2 covers the largest of about 10^5 errors (`tests/closeness.py` derives the
+    formula), and eps is the machine epsilon of the coarser run. In float32, every term of a layer's
+    sums is rounded: about ten times as many terms as the model's width. In half precision, sums are
     computed in float32, so only the ten or so results of a layer are rounded. `GROWTH` times the
     difference of the inputs is added.
     """
@@ -226,8 +226,8 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """Return the largest distance between two inputs of the text model, relative to the row's norm;
-    0 if unknown.
+    """Return the largest distance between both runs' inputs of the text model for a token,
+    relative to their norm; 0 if unknown.
     """
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
@@ -237,7 +237,7 @@ def _inputs_apart(ours: Stages, theirs: Stages) -> float:
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:
-    """Describe a row as a patch, token or layer."""
+    """Describe a row as a frame, patch, token or layer."""
     stage, what = name.split("/", 1)
     if name == STATES:
         return f"after layer {row - 1}" if row else "into layer 0"
@@ -258,8 +258,8 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
 
 
 def _tie(row: int, ours: Stages, theirs: Stages) -> str:
-    """Describe how close the best two logits of a token are,
-    and the difference that rounding explains.
+    """Describe the margin between the best two logits of a token,
+    and the margin that rounding explains.
     """
     margins = [float(run.tensors[MARGINS][row]) for run in (ours, theirs) if row < len(run.tensors.get(MARGINS, ()))]
     if len(margins) < 2 or LOGITS not in theirs.tensors:

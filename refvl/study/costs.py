@@ -1,4 +1,4 @@
-"""The costs of a model before it is loaded, computed from its config and sizes alone.
+"""The costs of a model, computed from its config and sizes before the model is loaded.
 
 plan_media, costs, describe               parameters, memory and tokens
 encoder_operations, prefill_operations    multiplications and additions
@@ -32,26 +32,26 @@ EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_rou
 
 
 class Blank(NamedTuple):
-    """An image without pixels: only its size, which may be too large for memory."""
+    """The size of an image without the pixels, which may be too many for memory."""
 
     width: int  # px
     height: int
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height), as in Pillow."""
+        """The (width, height), as in Pillow."""
         return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """The plan of an image or a video.
+    """The planned sizes of an image or a video.
 
     The encoder reads `patches` rows; the language model reads `kept` tokens.
     """
 
     kind: str
-    size: str  # the size as decoded
+    size: str  # the size after decoding
     becomes: str  # the limit, and the size and grid after resizing
     layout: Hashable  # (t, h, w) in patches for Qwen and GLM
     patches: int
@@ -60,7 +60,7 @@ class MediaPlan:
 
 
 def plan_media(vlm: Any, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
-    """Plan a decoded image (PIL or `Blank`) or a `Video`, pruned by a method in `PRUNERS`.
+    """Plan a decoded image (PIL or `Blank`) or a `Video`; `pruning` names a method in `PRUNERS`.
 
     Raises ValueError if the family, the processor or the pruner does not accept the item.
     """
@@ -111,16 +111,16 @@ def describe_layout(processor: Any, medium, layout: Any, tokens: int) -> str:
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     """Return the (height, width) in px to which a square image larger than any budget is resized.
 
-    The item is an image, not a video, because GLM's budgets count the pixels of all frames. The
-    area of a frame in a video of sixteen frames would be eight times smaller. Upstream:
+    The item is an image, not a video, because GLM's budgets count the pixels of all frames. A frame
+    of a video with sixteen frames would have an eighth of the area. Upstream:
     `get_image_size_with_most_features` (vLLM).
     """
     return config.target_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def _tensor_bytes(weight: Tensor) -> int:
-    """Return the memory of a parameter; for a quantised parameter,
-    the memory of all its tensors.
+    """Return the size of a parameter in bytes; for a quantised parameter,
+    the sum over its tensors.
     """
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
@@ -129,21 +129,21 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
-    """Return the size in bytes of all weights in a checkpoint's files except the vision tower's,
-    read from the headers.
+    """Return the size in bytes of a checkpoint's weights, except those of the vision tower,
+    as stated in the headers of its files.
     """
     text = [header for name, header in weight_headers(folder).items() if not re.match(vision_prefix, name)]
     return sum(header.data_offsets[1] - header.data_offsets[0] for header in text)
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype, kind: str = "full_attention") -> int:
-    """Return the size in bytes of one token's keys and values in all layers of a kind."""
+    """Return the size in bytes of one token's keys and values in all layers of `kind`."""
     layers = _layer_kinds(text_config).count(kind)
     return 2 * layers * text_config.num_key_value_heads * _head_dim(text_config) * dtype.itemsize
 
 
 def kv_cache_bytes_per_prompt(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes that layers without a full cache keep for one prompt, regardless of its length.
+    """Return how many bytes the layers without a full cache keep for a prompt of any length.
 
     Layers with a sliding window keep the prompt's last window - 1 tokens. A layer with linear
     attention keeps the last inputs of its convolution, and one float32 matrix per head.
@@ -171,7 +171,7 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     """Estimate the tower's peak memory in bytes, reached in a block's MLP or in the rotation of queries and keys.
 
     Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two
-    float32 copies of queries and keys, and a third copy with the halves of each head swapped.
+    float32 copies of queries and keys, and a third copy in which the halves of each head are swapped.
     """
     *_, mlp = (x for x in next(iter(encoder.blocks)).children() if not isinstance(x, nn.LayerNorm | nn.RMSNorm))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -184,10 +184,10 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def encoder_operations(encoder: Any, layouts: list) -> int:
-    """Count one forward without padding; torch counts on a copy of the encoder that needs no
-    memory.
+    """Count the operations of one forward without padding, with torch's counter on the "meta"
+    device.
 
-    The count takes seconds.
+    Counting takes seconds.
     """
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
@@ -202,16 +202,16 @@ def prefill_operations(language_model: Any, tokens: int) -> int:
 
     tokens: the length of the prompt. For each token, only the experts that it uses are counted.
     Pairs hidden by the causal mask are also counted, as in torch's counter. The head, which runs
-    for one token, is not counted.
+    for only one token, is not counted.
     """
-    from refvl.language.step3_vl import Step3TextMoE  # imported here, because figures need no transformers
+    from refvl.language.step3_vl import Step3TextMoE  # imported here, so figures do not import transformers
 
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
         visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
         weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # each sums the rows of an expert
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # each adds its experts by a matmul
         weights += by_product * getattr(text, visited) * text.hidden_size
     width = text.num_attention_heads * _head_dim(text)
     return 2 * tokens * weights + 4 * tokens**2 * width * text.num_hidden_layers
@@ -239,13 +239,13 @@ def costs(
     """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes.
 
     `vlm` may be on "meta". Without a language model (`load(..., text=False)`), the context is None,
-    and its weights and cache take 0 bytes.
+    and text weights and cache are 0 bytes.
 
     media: decoded media (see `VLM.processor.decode`). pruning_rate: the pruning rate of videos, in
-    [0, 1). pruning: the method. text_bytes: the bytes of the language model's weights, if `vlm`
-    stores them in a different form from the checkpoint (`stored_text_bytes`). An item's
-    `activation_bytes` estimates the tower's peak while it encodes that item alone; `memory_bytes`
-    assumes that it encodes all items together.
+    [0, 1). pruning: the pruning method. text_bytes: the size of the language model's weights, if
+    `vlm` stores them in a different form from the checkpoint (`stored_text_bytes`). An item's
+    `activation_bytes` estimates the peak of a tower that encodes this item alone; `memory_bytes`
+    assumes that the tower encodes all items together.
     """
     dtype, processor, text = vlm.encoder.dtype, vlm.processor, vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
@@ -285,7 +285,7 @@ def costs(
 
 
 def describe(vlm: Any, media: Sequence = (), **options: Any) -> dict[str, str]:
-    """Return `costs` as text, in rows of a table. options: those of `costs`."""
+    """Return `costs` as text, by row of a table. options: the options of `costs`."""
     found = costs(vlm, media, **options)
     tower, halves, largest = vlm.encoder.config, found["weights_bytes_of"], found["largest_square_picture"]
     size = f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads"
@@ -338,10 +338,10 @@ def overview(vlm: Any) -> str:
 
 
 def set_pixel_limits(processor: Any, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-    """Set new limits for images and videos, like the keyword arguments of transformers'
-    `from_pretrained`.
+    """Set new pixel limits for images and videos, as keyword arguments of transformers'
+    `from_pretrained` do.
 
-    Raises ValueError, naming the argument, for families without pixel limits, or for a minimum
+    Raises ValueError, naming the argument, for families without pixel limits, and for a minimum
     above the maximum.
     """
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}

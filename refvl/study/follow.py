@@ -27,7 +27,7 @@ from refvl.study.report import Trace
 from refvl.study.source import Source, source_of
 
 LIBRARY = Path(__file__).resolve().parents[1]
-ASK = "ask"  # the stage of the functions that run before the first stage
+ASK = "ask"  # the name of the part that runs before the first stage
 SENTENCES = {
     ASK: "The caller's arguments become a request. They are checked once, here, and the stages trust them.",
     "decode media": "Files and arrays become RGB images. A video becomes the frames that are sampled from it.",
@@ -53,7 +53,7 @@ class Numbers(NamedTuple):
     """
 
     functions: int  # entered
-    file_changes: int  # changes of file along the functions, in the order of first entry
+    file_changes: int  # changes of file from one function to the next, in the order of first entry
     files: int
     lines: int  # the code lines of the functions entered
     check_lines: int  # the lines in those functions that only check arguments
@@ -62,13 +62,13 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the request entered. Line numbers are those of its file, from 1."""
+    """A function that the request entered. Line numbers refer to its file and start at 1."""
 
     path: Path
     file: str  # the path inside the recorded folder: "positions/mrope.py"
     name: str  # qualified: "VLM.read"
     first: int  # the first line of the function, including decorators
-    calls: int  # each resumption of a generator also counts
+    calls: int  # each resumption of a generator counts as a call
     stage: str  # the stage in which it was first entered
     caller: tuple[str, int] | None  # the file and line of its first call
     ran: frozenset[int]  # the lines of its file that were executed
@@ -79,13 +79,13 @@ class Function:
 
     @property
     def lines(self) -> range:
-        """All lines of the function, including decorators."""
+        """The line numbers of the function, including decorators."""
         node = self.source.functions.get(self.first)
         return range(self.first, ((node and node.end_lineno) or self.first) + 1)
 
     @property
     def docstring(self) -> str:
-        """The function's docstring without its margin, or "" if it has none."""
+        """The function's docstring without indentation, or "" if there is none."""
         node = self.source.functions.get(self.first)
         return (node and ast.get_docstring(node)) or ""
 
@@ -93,33 +93,33 @@ class Function:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Journey:
     """One answer and the functions called for it, in the order of first entry;
-    `trace` repeats the same request.
+    `trace` records a repetition of the request.
     """
 
     question: str
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # per new token, the (vocabulary,) scores that determined it; empty with beams
+    scores: list[Tensor]  # per new token, the (vocabulary,) scores that chose the token; empty with beams
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property
     def stages(self) -> list[tuple[str, list[Function]]]:
-        """The functions of each stage.
+        """The stages in order, each with its functions.
 
         A stage that runs in several parts appears again if it enters new functions.
         """
         return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
 
     def number_of(self, place: tuple[str, int] | None) -> int | None:
-        """Return the index (from 0) of the innermost function around a (file, line),
-        or None if there is none.
+        """Return the index (from 0) of the innermost function that contains a (file, line),
+        or None if no function does.
         """
         around = [i for i, f in enumerate(self.functions) if place and f.file == place[0] and place[1] in f.lines]
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
     def __str__(self) -> str:
-        """Return every function in call order; "|" marks executed lines,
+        """Return the code of every function in call order; "|" marks executed lines,
         and lines that only check arguments are folded.
         """
         n = self.numbers
@@ -147,7 +147,7 @@ class Journey:
 
 
 class Recorder:
-    """A trace function for `sys.settrace` that records the calls and lines in the files of a
+    """A trace function for `sys.settrace` that records calls and executed lines in the files of a
     folder.
 
     `stage`: the stage of the functions being entered; None: the next stage, which has not begun
@@ -158,16 +158,16 @@ class Recorder:
         self.root = f"{folder}/"
         self.stage: str | None = ASK
         self.stages: list[str | None] = []  # the stage of each function
-        self.calls = Counter[tuple[str, str, int]]()  # by (file, name, first line), in the order of first entry
+        self.calls = Counter[tuple[str, str, int]]()  # keys: (file, name, first line), in the order of first entry
         self.callers: list[tuple[str, int] | None] = []  # the caller of each function
         self.events = defaultdict[str, set[int]](set)  # executed lines by file
         self.is_timed = False  # whether a stage that `Trace` times is in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Record an entered function; return the trace function for its lines."""
+        """Record the entry of a function; return the trace function for its lines."""
         if not (file := self._file(frame)):
             return None
-        if frame.f_code is STAGE:  # entered when a stage begins, and resumed when it ends
+        if frame.f_code is STAGE:  # a generator, entered when a stage begins and resumed when it ends
             self.is_timed = not self.is_timed
             self.stage = frame.f_locals["name"] if self.is_timed else None
         if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension belongs to the enclosing function
@@ -196,17 +196,17 @@ class Recorder:
         self.calls[key] += 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
-        """Return the nearest calling line in the folder;
-        frames of other libraries may come in between.
+        """Return the file and line of the nearest calling frame in the folder;
+        frames of other libraries are skipped.
         """
         while frame is not None and not self._file(frame):
             frame = frame.f_back
         return frame and (self._file(frame), frame.f_lineno)
 
     def forward(self, *_: Any) -> None:
-        """Record a call of the language model, which comes after the last stage that `Trace` times.
+        """Set the stage of a language model's call, after the last stage that `Trace` times.
 
-        The first such call is the prefill.
+        The first such call is the prefill; the others decode tokens.
         """
         if not self.is_timed:
             self.stage = "prefill" if self.stage is None else "decode tokens"
@@ -214,7 +214,7 @@ class Recorder:
     def functions(self) -> list[Function]:
         """Return the recorded functions.
 
-        A function entered between two stages belongs to the second.
+        A function entered between two stages belongs to the later stage.
         """
         stages = list(self.stages)
         following = self.stage or next(filter(None, reversed(stages)), ASK)
@@ -237,7 +237,7 @@ def record(call: Callable[[], Any], folder: Path = LIBRARY, text: Any = None) ->
     in the order of first entry.
 
     Lambdas and comprehensions do not count as functions; a class counts only if it defines
-    `__init__`. text: the language model that the call runs, whose forwards are the last stages.
+    `__init__`. text: the language model that `call` runs; its forwards are the last stages.
     """
     recorder = Recorder(folder)
     before = sys.gettrace()  # the trace function of a debugger or of coverage
@@ -262,11 +262,11 @@ def measure(functions: Sequence[Function]) -> Numbers:
 
 
 def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:
-    """Run the request three times: to warm up, to record the functions of `model.chat`,
-    and with `model.trace`.
+    """Run a request three times: to warm up, to record the functions that `model.chat` calls,
+    and to trace it.
 
-    question, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
-    `VLM.trace`.
+    question, options: as in `VLM.chat`. Only functions of this thread are recorded. Raises the
+    errors of `VLM.trace`.
     """
     model.chat(question, **options)
 
@@ -283,7 +283,7 @@ def follow(model: Any, question: str | Sequence[dict], **options) -> Journey:
 
 
 def shapes(journey: Journey) -> dict[str, str]:
-    """Return a short description of the result of each stage."""
+    """Return a short description of each stage's result."""
     return {stage: text for stage, text, _ in journey.trace.rows()}
 
 

@@ -1,18 +1,18 @@
 """`VLM.trace(..., replace={stage: f})` replaces the result of a stage with f(result),
-and the run continues with it.
+and the run continues with the new result.
 
     stage            what f receives and returns
-    patchify         list of `Patches`, one per item; f may return tensors (N, C) instead, as their rows
+    patchify         list of `Patches`, one per item; f may return only their rows, as tensors (N, C)
     plan             list of plans, one per forward of the tower
     encode, embeds   list of tensors (M, W), one per item
     prune            list of masks (M,) bool or None, one per item
     merge            (L, D) embeddings of the prompt
     positions        (3, L) positions; decode steps continue after their maximum, on all axes
-    position_table   the tower's learned position table, if it has one, in the shape of its weights
-    window_index     or any other tensor of the plan, by its name
+    position_table   the weights of the tower's learned position table, if there is one
+    window_index     this tensor of the plan, or any other tensor by its name
 
-The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no
-media cache.
+The model itself is not changed. A run with replacements is eager even if the model has graphs, and
+it uses no media cache.
 """
 
 import copy
@@ -29,11 +29,11 @@ from refvl.positions import mrope_delta
 from refvl.serving.features import share_weights
 from refvl.study.report import Trace
 
-RESULTS = {  # stage -> the field of the trace that it fills
+RESULTS = {  # stage -> the field of the trace that the stage fills
     "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
     "positions": "positions",
 }  # fmt: skip
-TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # tables in towers
+TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # in towers
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -44,7 +44,7 @@ class Intervened(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, then replace its result with the return value of its function."""
+        """Time a stage, then replace its result if `changes` has a function for the stage."""
         with Trace.stage(self, name):
             yield
         if name == "plan":
@@ -71,7 +71,7 @@ class Intervened(Trace):
 def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
     """Return a copy of `model`, with the same weights, that applies the replacements in every run.
 
-    The run raises ValueError for a stage that does not exist.
+    Raises ValueError without a position table; a run raises it for an unknown stage.
     """
     changes = {"encode" if name == "embeds" else name: function for name, function in changes.items()}
     changed = copy.copy(model)
@@ -90,9 +90,9 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 
 
 def _fitting(name: str, made: Any, changed: Any) -> Any:
-    """Return `changed` on the device of `made`, and in its precision if both are floats.
+    """Return `changed` with the device and dtype of `made`.
 
-    Raises ValueError for a different length, shape or kind of numbers.
+    Raises ValueError if the length, the shape or the kind of numbers differs.
     """
     if isinstance(made, list):
         if len(changed) != len(made):

@@ -1,9 +1,9 @@
-"""Data about an answer: the last prompt token's states, the first logits,
+"""Data recorded during an answer: the last prompt token's states, the first logits,
 and the margins of new tokens.
 
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
     margins         the best logit minus the second best, for each new token
-    last_states     the states of the last prompt token, from another run's inputs
+    last_states     the states of the last prompt token, recomputed from the inputs of a run
 
 Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 """
@@ -20,22 +20,22 @@ from refvl.serving.features import share_weights
 
 
 def margins(logits: Tensor) -> Tensor:
-    """Return the best of (..., V) logits minus the second best, (...) float32; 0 means a tie."""
+    """Return the difference between the best two logits of (..., V), (...) float32; 0 is a tie."""
     best, second = logits.float().topk(2).values.unbind(-1)
     return best - second
 
 
 class Readout(ExitStack):
-    """Hooks on a text model while it answers one prompt; `close`, or the end of a `with`,
-    removes them.
+    """Hooks on a text model while it answers one prompt; `close`, or the end of a `with` block,
+    removes the hooks.
 
-    Row numbers count the tokens that the model has read, so chunks do not affect them.
-    The last prompt token is row L - 1, and new token k was chosen after row L - 1 + k. Only
-    forwards of this thread are recorded.
+    Row numbers count the tokens that the model has read, so they do not depend on chunks.
+    The last prompt token is row L - 1, and new token k is chosen after row L - 1 + k. Only
+    forwards of the creating thread are recorded.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
-        """Set the hooks. model: a model whose output has `logits`, (B, rows, V).
+        """Register the hooks. model: a model whose output has `logits`, (B, rows, V).
 
         layers: the model's layers. length: L, the number of prompt tokens.
         """
@@ -50,16 +50,16 @@ class Readout(ExitStack):
 
     @property
     def last_states(self) -> Tensor | None:
-        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer,
-        without the final norm.
+        """The states of row L - 1, (layers + 1, D): the input of layer 0, then the output of each
+        layer, without the final norm.
 
-        The result is on the CPU.
+        They are on the CPU.
         """
         return torch.stack([state.cpu() for state in self.states]) if self.states else None
 
     @property
     def first_logits(self) -> Tensor | None:
-        """(V,) logits after row L - 1, on the CPU."""
+        """The (V,) logits after row L - 1, on the CPU."""
         return self.first[0].cpu() if self.first else None
 
     def margins(self, count: int) -> Tensor | None:
@@ -69,8 +69,8 @@ class Readout(ExitStack):
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 
-    # torch adds and removes a hook and its `with_kwargs` in two steps: between these steps, other
-    # threads pass no kwargs.
+    # torch adds or removes a hook and its `with_kwargs` flag in two steps; between these steps,
+    # other threads pass no kwargs.
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
             cache = (kwargs or {}).get("past_key_values")
@@ -99,7 +99,7 @@ class Readout(ExitStack):
 
 
 def last_states(text: Any, given: dict[str, Tensor], positions_3L: Tensor) -> Tensor:
-    """Return the states of the last prompt token, (layers + 1, D)."""
+    """Recompute the states of the last prompt token, (layers + 1, D), from `given`."""
     watched = share_weights(text)
     readout = Readout(watched, watched.model.layers, positions_3L.shape[1])
     inputs = {"inputs_embeds": given["merge/inputs_embeds"], "deepstack_embeds": given.get("merge/deepstack")}

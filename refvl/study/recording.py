@@ -1,7 +1,7 @@
 """The stages of transformers' own processor and model, recorded with hooks,
 so that `refvl.compare` can explain differences.
 
-transformers is given only the messages and the files. Its processor applies the chat template,
+transformers receives only the messages and the files. Its processor applies the chat template,
 samples frames, writes timestamps and placeholders, and prepares pixels. Images go through its
 Pillow backend. Videos go through torchvision (`pip install 'refvl[compare]'`), because transformers
 has no other backend for videos. Its model runs the tower, the merge, the positions and the text
@@ -37,8 +37,8 @@ IMAGES = {"Qwen2_5_VL": "Qwen2VL", "Qwen3VL": "Qwen2VL", "MiniCPMV4_7": "MiniCPM
 def transformers_processor(folder: str, vlm: VLM, videos: bool) -> Any:
     """Return transformers' processor for the checkpoint; its class has the same name as refvl's processor class.
 
-    videos: whether the prompt contains any. Raises ValueError for families that transformers has no
-    processor for, and ImportError if there are videos but torchvision is missing.
+    videos: whether the prompt contains videos. Raises ValueError for families without a processor
+    in transformers, and ImportError if there are videos but torchvision is missing.
     """
     names = [base.__name__ for base in type(vlm.processor).__mro__ if hasattr(transformers, base.__name__)]
     if not names:
@@ -57,22 +57,22 @@ def transformers_processor(folder: str, vlm: VLM, videos: bool) -> Any:
 def transformers_inputs(processor: Any, trace: Trace) -> Any:
     """Return the inputs for `generate` that transformers' processor makes from the messages and files of a trace.
 
-    Media that are not files are taken from the trace. So are items whose message sets their size,
-    or a part of the file. `video_metadata` holds the frames that were sampled. Arguments of the
-    template are not passed on.
+    Media that are not files, and items whose message sets a size or a part of the file, are taken
+    from the trace. The result's `video_metadata` contains the sampled indices.
+    Arguments for the chat template are not passed on.
     """
     pairs = list(zip(media_of(trace.messages), trace.media, strict=True))
     images = [_file_or(source, medium, how) for (kind, source, how), medium in pairs if kind == "image"]
     videos = [(_file_or(source, medium, how), how) for (kind, source, how), medium in pairs if kind == "video"]
 
-    # in place of `fetch_videos`, which needs torchcodec: transformers' reader that needs only PyAV
+    # replace `fetch_videos`, which needs torchcodec, with transformers' reader that needs only PyAV
     processor.video_processor.fetch_videos = lambda names, sample_indices_fn: zip(
         *[_frames(*videos[int(name)], sample_indices_fn) for name in names], strict=True
     )
     return processor(
         text=[processor.apply_chat_template(trace.messages, tokenize=False, add_generation_prompt=True)],
         images=images or None, videos=[str(i) for i in range(len(videos))] or None, return_metadata=True,
-        do_sample_frames=True,  # Qwen2.5-VL's class reads all frames of a file otherwise; qwen-vl-utils samples
+        do_sample_frames=True,  # otherwise, Qwen2.5-VL's class reads all frames; qwen-vl-utils samples them
         return_tensors="pt",
     )  # fmt: skip
 
@@ -84,17 +84,17 @@ def _file_or(source: Any, medium: Any, options: dict) -> Any:
 
 
 def _frames(source: Any, options: dict, sample: Any) -> Any:
-    """Return the sampled frames of a file or a `Video`, and their indices and rate."""
+    """Return the sampled frames of a file or a `Video`, and their `VideoMetadata`."""
     if isinstance(source, Video):
         indices, fps, duration = list(source.indices), source.source_fps, source.duration
-        count = round(len(indices) / source.fps * fps)  # the frames of the file, or of the part that was sampled
+        count = round(len(indices) / source.fps * fps)  # in the file, or in the sampled part of it
         return source.frames, VideoMetadata(count, fps, duration=duration, frames_indices=indices)
-    return load_video(source, sample_indices_fn=partial(sample, **{"fps": None} | options))  # None: the class's rate
+    return load_video(source, sample_indices_fn=partial(sample, **{"fps": None} | options))  # None: the default
 
 
 @torch.inference_mode()
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
-    """Run transformers' processor and model, with the weights of the same checkpoint,
+    """Record a run of transformers' processor and model, with the weights of the same checkpoint,
     on the messages and files of a refvl trace.
 
     The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises the same errors as
@@ -111,7 +111,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         rows = inputs[PIXELS[kind][0]].split(grid.prod(1).tolist())
         found |= {f"patchify/{i}": x for i, x in zip(items[kind], rows, strict=True)}
     found["merge/input_ids"] = inputs["input_ids"][0]
-    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # transformers accepts only one kind
+    if len(grids) == 2 and isinstance(vlm.processor, Glm4vProcessor):  # transformers accepts only one kind of media
         return Stages(found, source, list(trace.layouts))
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=vlm.encoder.dtype)
@@ -119,7 +119,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     encoded, merged = list[Tensor](), list[dict]()
 
     def keep_rows(tower: Any, arguments: Any, output: Any) -> None:
-        deeper = getattr(output, "deepstack_features", None) or ()  # only Qwen3-VL has them
+        deeper = getattr(output, "deepstack_features", None) or ()  # only in Qwen3-VL
         encoded.append(torch.cat([output.pooler_output, *deeper], dim=-1))
 
     text = model.model.language_model

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
-# Choices by which refvl's prompts intentionally differ from those of transformers' processors (5.17
-# to 5.23), with the settings of our processor, and the options of `tokenize`, that reproduce
-# transformers' prompts. One choice affects only pixels: we resize frames of MiniCPM-V 4.6 and 4.7
-# with Pillow, like images. transformers uses torchvision, which differs by one or two of 255
+# Intended differences between refvl's prompts and those of transformers' processors (5.17 to 5.23),
+# each with the settings of our processor and the options of `tokenize` that reproduce transformers'
+# prompts. One more choice affects only pixels: we resize the frames of MiniCPM-V 4.6 and 4.7 with
+# Pillow, like images, whereas transformers uses torchvision. The pixels differ by one or two of 255
 # levels.
 CHOICES: dict[str, tuple[dict, dict]] = {
     "Qwen3-VL's videos without the outer special tokens, as in transformers 4.57": ({"outer_tokens": True}, {}),
@@ -30,8 +30,8 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
     which is 0 at more than 2 frames/s.
 
     transformers up to 5.17 (`get_rope_index`) and vLLM 0.33.0 with pruning
-    (`_postprocess_video_embeds_evs`) truncate these seconds in the same way. As in both, images
-    are not changed.
+    (`_postprocess_video_embeds_evs`) truncate these seconds in the same way. Images are not
+    changed, as in both releases.
 
     >>> second_per_grid_truncated(MediaSpan(0, t=4, h=2, w=2, t_factor=2 * 0.5)).t_factor
     0.0
@@ -42,21 +42,21 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 
 
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses max(h, w) positions,
+    """Return positions (3, L) and delta, with max(h, w) positions for each item,
     regardless of the extent of its time axis.
 
-    This is the rule of transformers 5.17 to 5.23: text after a long video gets positions that the
-    video already uses.
+    This is the rule of transformers 5.17 to 5.23, so text after a long video gets positions that
+    the video already uses.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: max(span.h, span.w))
 
 
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Return positions (3, L) and delta if an item uses w positions,
-    regardless of its height and time.
+    """Return positions (3, L) and delta, with w positions for each item,
+    regardless of height and time.
 
-    This is the rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a
-    portrait image gets positions of the image's lower rows. vLLM applies the rule to the kept
+    This is the rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`), so text after
+    a portrait image gets positions of the image's lower rows. vLLM applies the rule to the kept
     tokens, so restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
@@ -75,10 +75,10 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
 
 
 def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
-    """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered
+    """Return positions (3, K) and delta (0) of a pruned prompt whose K kept tokens are numbered
     without gaps.
 
-    This is the rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. The rule has no
+    This is the rule of `nemotron_h_omni`, NVIDIA's own EVS, in transformers 5.23. The rule has no
     effect there, because the attention of that text model does not rotate queries and keys, and the
     Mamba layers use only the order of the tokens.
     """
@@ -87,7 +87,7 @@ def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:
     """Return refvl's positions, with everything after an item shifted so that the item uses
-    `cost(span)` positions.
+    `cost(span)` positions, and delta.
     """
     positions, _ = get_mrope_input_positions(num_tokens, spans)
     for span in spans:
@@ -97,7 +97,7 @@ def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Call
 
 
 def choice_behind(model: Any, trace: Any, prompts: list[list[int]]) -> str:
-    """Return the choice that explains why the prompts differ; "" if none of `CHOICES` does."""
+    """Describe the entry of `CHOICES` by which the prompts differ; return "" if none fits."""
     media = [patches.media_tokens for patches in trace.patches]
     for choice, (settings, options) in CHOICES.items():
         processor = copy(model.processor)

@@ -23,7 +23,7 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trace(Record):
-    """One run, with the result of every stage; fields whose stage has not run are None.
+    """One run, with the result of every stage; a field is None or empty until its stage has run.
 
     The attentions and hidden_states of the language model and the tower are filled only on request.
     Q counts the tokens that the model has read: the L tokens of the prompt, and all new tokens
@@ -33,17 +33,17 @@ class Trace(Record):
     """
 
     resizer: str = ""  # the software that resized images and its version, such as "Pillow 13.0.0"
-    largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in it or its layers
+    largest: dict[str, float] = field(default_factory=dict)  # stage -> the largest absolute value in results or layers
     last_states: Tensor | None = None  # (layers + 1, D): the last prompt token before layer 0 and after each layer
     first_logits: Tensor | None = None  # (V,): the logits from which the first new token was chosen
     margins: Tensor | None = None  # for each new token, the best logit minus the second best; None with beams
-    attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None if linear
-    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0 and after each; last one normed
+    attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; linear: None
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) before layer 0, after each layer (last: normed)
     tower_attentions: list[list] = field(default_factory=list)  # a `SegmentAttention` per segment, for each block
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each block
 
     def __repr__(self) -> str:
-        """Return one line per stage with its name, shapes and seconds."""
+        """Return one line per stage: its name, seconds, largest magnitude and shapes."""
         lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
         return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
 
@@ -89,9 +89,9 @@ class Trace(Record):
 
     @property
     def ttft(self) -> float:
-        """The seconds to the first token: all stages except the decoding of later tokens.
+        """The time to the first token in seconds: all stages except the decoding of later tokens.
 
-        With beams, the result is the time to the last token.
+        With beams, it is the time to the last token.
         """
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
@@ -134,7 +134,7 @@ def _size(medium: Any) -> str:
 
 
 def _graph_report(trace: Trace) -> str:
-    """Describe each replay: hit or miss, budget, waste."""
+    """Describe each batch: its path, items, budget and padding."""
     text = ""
     for batch in trace.graph_batches:
         ran = f"graph of {batch.budget}, {padding_waste([batch]):.0%} padding" if batch.budget else "eager"

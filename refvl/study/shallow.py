@@ -1,4 +1,4 @@
-"""A random checkpoint of a released model's width but few layers, which needs no download.
+"""A random checkpoint with a released model's width but few layers, which needs no download.
 
 The tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is
 also small. Everything that does not depend on depth or vocabulary - widths, heads, rotary sections,
@@ -40,9 +40,9 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     _make_shallow(config, depth)
     _take_vocabulary(config, small)
 
-    with no_init_weights():  # otherwise, every matrix would be drawn twice
+    with no_init_weights():  # otherwise, every matrix would be initialised twice
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None  # random weights would stop at arbitrary tokens
+    model.generation_config.eos_token_id = None  # a random model would stop at arbitrary tokens
     with torch.random.fork_rng(devices=[]), progress_bars(False):
         torch.manual_seed(seed)
         model.init_weights()
@@ -56,8 +56,8 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
 
 
 def _make_shallow(config: PretrainedConfig, depth: int) -> None:
-    """Cut both models to `depth` layers; the list of DeepStack layers keeps its length,
-    because each entry has weights.
+    """Cut tower and text model to `depth` layers each; the list of DeepStack layers keeps
+    its length, because each entry has weights.
     """
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []

@@ -20,10 +20,10 @@ class Source:
     """A parsed file of the library. All line numbers start at 1.
 
     lines: the text of each line. code: the line numbers of all code, without blank lines,
-    comments and docstrings. checks: the code lines that only check arguments: a `raise`, a
-    condition that ends in one, an `except`, a call or a definition of a check function, and
-    everything in checks.py. docstrings: the line numbers of all docstrings. functions: all
-    functions, keyed by their first line, including decorators.
+    comments and docstrings. checks: the numbers of code lines that only check arguments: a `raise`,
+    an `if` that ends in one, an `except`, a call or a definition of a check function, and all of
+    checks.py. docstrings: the line numbers of all docstrings. functions: the node of each function,
+    keyed by its first line, including decorators.
     """
 
     def __init__(self, path: Path):
@@ -37,12 +37,12 @@ class Source:
         self._statements = _statements(tree)
 
     def code_of(self, first: int) -> set[int]:
-        """Return the code lines of the function that begins at line `first`, without decorators."""
+        """Return the numbers of the code lines of the function that begins at `first`, without decorators."""
         return self.code.intersection(_span(self.functions[first])) if first in self.functions else set()
 
     def whole(self, events: set[int]) -> frozenset[int]:
-        """Return the executed lines, extended to whole statements:
-        the interpreter reports only some of their lines.
+        """Extend the executed lines to whole statements, because the interpreter reports only some
+        lines of a statement.
         """
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
@@ -60,7 +60,7 @@ def source_of(path: Path) -> Source:
 
 
 def _docstring(node: ast.AST) -> range:
-    """Return the lines of a node's docstring."""
+    """Return the line numbers of a node's docstring."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     if isinstance(node, kinds) and ast.get_docstring(node) is not None:
         return _span(node.body[0])
@@ -68,13 +68,13 @@ def _docstring(node: ast.AST) -> range:
 
 
 def _tokens(text: str) -> set[int]:
-    """Return the lines that contain more than a comment."""
+    """Return the numbers of lines with more than a comment."""
     kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
     return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
 
 
 def _checks(tree: ast.Module) -> set[int]:
-    """Return the lines that only check arguments."""
+    """Return the numbers of lines that only check arguments."""
     found = set[int]()
     for node in ast.walk(tree):
         match node:
@@ -91,7 +91,7 @@ def _checks(tree: ast.Module) -> set[int]:
 
 
 def _statements(tree: ast.Module) -> list[range]:
-    """Return the lines of every statement; for a statement with a body, the lines of its head."""
+    """Return the line numbers of every statement, or only of its head if it has a body."""
     spans = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.ExceptHandler)):
@@ -103,10 +103,10 @@ def _statements(tree: ast.Module) -> list[range]:
 
 
 def _span(node: ast.stmt | ast.ExceptHandler) -> range:
-    """Return the lines of a node, without decorators."""
+    """Return the line numbers of a node, without decorators."""
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _first(node: ast.stmt | ast.ExceptHandler) -> int:
-    """Return the first line of a node, including decorators."""
+    """Return the number of a node's first line, including decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

@@ -5,9 +5,9 @@
     mrope  evs                            positions   the positions of tokens, and the video tokens that are kept
     replay                                graphs      one recording for batches of all sizes
 
-`trace(replace=...)` changes a result. Here, your function runs in place of the library's, with the
-same arguments. notebooks/mine.py defines each function: its arguments, its result, and a tiny
-example.
+`trace(replace=...)` changes a result, whereas here your function runs in place of the library's,
+with the same arguments. notebooks/mine.py specifies each
+function.
 
 Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K; L tokens in a prompt. Grids in tokens.
 """
@@ -34,7 +34,7 @@ from refvl.serving.features import share_weights
 
 
 def rotate(x: Tensor, row: Tensor, column: Tensor, theta: float = 10000.0) -> Tensor:
-    """Rotate (N, H, K) by each patch's row and column, (N,) each."""
+    """Rotate x (N, H, K) by the row and the column of each patch, (N,) each."""
     frequencies = rotary_frequencies(x.shape[-1], theta=theta, device=x.device)
     return apply_rotary(x, *rotary_cos_sin(torch.stack([row, column], dim=1), frequencies))
 
@@ -84,7 +84,7 @@ class StagedProcessor(Qwen2_5_VLProcessor):
     """A processor whose patch rows come from `stages`."""
 
     def rows_of(self, medium: Any) -> Any:
-        """Put the normalised pixels together again, and cut them with `patch_rows`."""
+        """Reassemble the normalised pixels, and cut them with the reader's `patch_rows`."""
         rows: Any = super().rows_of(medium)
         if self.image_config.stages.patch_rows is None:
             return rows
@@ -96,7 +96,7 @@ class StagedProcessor(Qwen2_5_VLProcessor):
 
 
 class StagedAttention(VisionAttention):
-    """A block's attention. `rotary` is the reader's function, and `backend` may also be one."""
+    """A block's attention; `rotary` calls the reader's `rotate`, and `backend` may be `attend`."""
 
     def forward(self, x: Tensor, rotary: Any, segments: Segments, backend: Any) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
@@ -104,8 +104,8 @@ class StagedAttention(VisionAttention):
 
 
 class StagedTower(Qwen2_5_VisionTransformer):
-    """The tower with the same weights; `stages` determine which patches attend to each other, and
-    the order of tokens.
+    """The tower with the same weights; `stages` determines windows, rotation, attention and the
+    order of tokens.
     """
 
     stages: Stages
@@ -123,7 +123,7 @@ class StagedTower(Qwen2_5_VisionTransformer):
         return to_device(plan, self.device)
 
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
-        """Encode as the library does. A recording cannot read lengths, so a capture uses the library's attention."""
+        """Encode with `stages`. A recording cannot read lengths, so a capture uses the library's attention."""
         stages, m = self.stages, self.config.spatial_merge_size
         patches, plan, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         backend = backend if attention else stages.attend or backend
@@ -136,7 +136,7 @@ class StagedTower(Qwen2_5_VisionTransformer):
 
 
 class StagedGraphs(EncoderGraphManager):
-    """One graph, whose buffers `replay` fills and whose results it copies, for all batches of a call together."""
+    """A manager of one graph; in one call for all batches, `replay` fills its buffers and copies its results."""
 
     def _encode_all(self, batches: list, rows: Any, metadata: list) -> Any:
         replay = self.encoder.stages.replay
@@ -150,7 +150,7 @@ class StagedGraphs(EncoderGraphManager):
 
 
 class StagedPath(Pipeline):
-    """The path of a model that runs the stages of its `encoder`."""
+    """A pipeline that runs `evs` and `mrope` of its encoder's `stages`."""
 
     def read(self, request: Any) -> Any:
         """Read as the library does, then let `evs` prune the video, which must be the prompt's only media item."""
@@ -168,8 +168,8 @@ class StagedPath(Pipeline):
         return trace
 
     def position(self, trace: Any) -> None:
-        """Set the positions. Only VidCom2 drops tokens before this stage, and it never drops
-        the last token of a prompt.
+        """Set the positions with `mrope`. Only VidCom2 drops tokens before this stage, and it never
+        drops the last token of a prompt.
         """
         if self.encoder.stages.mrope is None:
             return super().position(trace)
@@ -179,9 +179,9 @@ class StagedPath(Pipeline):
 
 
 def with_stages(vlm: Any, functions: dict[str, Callable]) -> Any:
-    """Return a model that shares all weights with `vlm` and runs `functions`, named as in `Stages`.
+    """Return a model that shares all weights with `vlm` and runs `functions`, keyed as in `Stages`.
 
-    Graphs are captured again if `vlm` has any. Raises ValueError for a model of a different family.
+    Graphs are captured again if `vlm` has any. Raises ValueError for families except Qwen2.5-VL.
     """
     if vlm.family.name != "Qwen2.5-VL":
         raise ValueError(f"with_stages: expected Qwen2.5-VL, whose tower has all stages, got {vlm.family.name}")

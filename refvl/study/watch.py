@@ -1,16 +1,16 @@
 """`VLM.trace` keeps the results of every stage; on request,
 it also keeps attention weights and hidden states.
 
-    trace              runs as `chat` does, or on watched copies of tower and language model
+    trace              a run as in `chat`, on watched copies of tower and language model if needed
     TowerWatch         a copy of the encoder with hooks, whose recorded values fill a trace
     media_attention    the attention of a new token to each token of an image or video
     probabilities      the probability of every vocabulary entry, before each new token was chosen
     SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on copies, so no other call in any thread runs through them, and no forward depends on
-them. Graphs are not used, because their replays return no intermediate values. The tower's
-attention weights are computed from its queries and keys. The language model's weights come from
-transformers, which returns them only with eager attention.
+The hooks are on copies, so no other call in any thread runs them, and no forward depends on them.
+Graphs are not used, because their replays return no intermediate values. The tower's attention
+weights are computed from its queries and keys. The attention weights of the language model come
+from transformers, which returns them only with eager attention.
 
 Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q
 queries and T keys of a step of generation.
@@ -40,22 +40,22 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 
 
 class SegmentAttention(NamedTuple):
-    """The attention within one segment of a block."""
+    """The attention within one segment in a tower block."""
 
-    # (S,) int64: patch rows of the media, concatenated in the order of `Trace.patches`; -1: a class token
+    # (S,) int64: indices into the patch rows of all media, in the order of `Trace.patches`; -1: a class token
     rows: Tensor
     weights: Tensor  # (H, S, S): query, key; the sum over the keys is 1
 
 
 class TowerWatch:
-    """A copy of an encoder, `encoder`, that shares its weights and records values in its blocks in
-    later forwards.
+    """A copy of an encoder, `encoder`, that shares the weights and records, in later forwards,
+    attentions and hidden states of its blocks.
     """
 
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
         blocks = list(self.encoder.blocks)
-        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, then by pass through blocks
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # by block, then by pass through them
         self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
         if attentions:
             for block, kept in zip(blocks, self.segments, strict=True):
@@ -66,10 +66,10 @@ class TowerWatch:
                 block.register_forward_hook(partial(keep_output, states))
 
     def fill(self, trace: Trace) -> None:
-        """Fill `tower_attentions` and `tower_hidden_states` using the trace's plans (`metadata`),
-        one per forward.
+        """Fill `tower_attentions` and `tower_hidden_states` of a trace, using its plans
+        (`metadata`), one per forward.
         """
-        rows, start = list[Tensor](), 0  # per pass, the patch row at each position of all forwards
+        rows, start = list[Tensor](), 0  # for each pass, the index of the patch row at each position
         for metadata in trace.metadata:
             runs = self.encoder.block_rows(metadata)
             rows += [torch.where(places < 0, places, places + start) for places in runs]
@@ -80,7 +80,7 @@ class TowerWatch:
 
 
 def keep_language(trace: Trace, output: Any, config: Any) -> None:
-    """Fill `attentions` and `hidden_states` of the language model from the output of its
+    """Fill the trace's `attentions` and `hidden_states` from the output of the language model's
     `generate`.
 
     transformers returns one tensor for the whole prompt and one for each later token.
@@ -95,7 +95,7 @@ def keep_language(trace: Trace, output: Any, config: Any) -> None:
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     """Return the attention of new token `token` to each token of an item,
-    (layers with weights, H, M); 0 if pruned.
+    (layers with weights, H, M); it is 0 for pruned tokens.
 
     trace: a trace with attentions. Raises ValueError if the trace has none.
     """
@@ -111,14 +111,14 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """Return (T, vocabulary) probabilities before each of T new tokens,
-    from a trace with hidden states.
+    """Return (T, vocabulary) probabilities just before each of T new tokens was chosen;
+    the trace needs hidden states.
     """
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
 class _WatchedSegments:
-    """A wrapper of the `Segments` that a block receives; it keeps the weights of each segment."""
+    """A wrapper of the `Segments` that a block receives; it keeps each segment's weights."""
 
     def __init__(self, segments: Segments, kept: list[list[Tensor]]):
         self.segments, self.kept = segments, kept
@@ -168,10 +168,10 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the largest magnitude of each layer's outputs for more than one token,
-    in the tower and language model.
+    """Collect the largest magnitude of each layer's output in the tower and the language model;
+    outputs for a single token do not count.
 
-    Only layers that this thread runs are counted. Graphs and compiled blocks cannot have these
+    Only layers that this thread runs are counted. Graphs and compiled blocks cannot run these
     hooks, so for them only the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
@@ -212,7 +212,7 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
 
 
 def max_norm(x: Tensor) -> Tensor:
-    """Return the largest magnitude (nan if there is one) on the tensor's device."""
+    """Return the largest magnitude (nan if any value is nan) on the tensor's device."""
     return torch.linalg.vector_norm(x.detach(), torch.inf)
 
 
@@ -227,7 +227,7 @@ def trace(
     replace: Mapping[str, Callable] | None = None,
     **options,
 ) -> Trace:
-    """Run like `chat`, with the same arguments, but keep every stage and the time it took:
+    """Run like `chat`, with the same arguments, but keep the result and the time of every stage:
     see `VLM.trace`.
     """
     asked = {name: options.pop(name) for name in Request.__dataclass_fields__ if name in options}

@@ -4,7 +4,7 @@ viz computes nothing itself.
 """
 
 from refvl.lazy import lazy_names
-from refvl.viz.live import live as live  # imported here, because the folder has the same name
+from refvl.viz.live import live as live  # imported now, because the folder has the same name
 
 FILES = {
     "attention": "plot_attention plot_states",

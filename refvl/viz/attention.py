@@ -1,9 +1,9 @@
 """Figures of attention: in the language model, over an image's tokens, and in the tower,
-over its patches.
+over patches.
 
 plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of patch states, in the colours of a projection
-project_colors   the colours of that projection
+project_colors   the projection from states to colours
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, centered, image_axes
 
-_COMMON = 0.98  # the share of values within the colour range; other values are clipped
+_COMMON = 0.98  # values above this quantile, and below 1 minus it, are clipped
 # the opacity of the veil over a cell without attention; a coloured heat map would hide the image
 _OPACITY = 0.7
 
@@ -24,12 +24,12 @@ _OPACITY = 0.7
 def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
-    """Draw an image under a veil that is lifted where attention goes;
+    """Draw an image under a veil that is thinner where attention is higher;
     in a small grid, the percentages are also written.
 
     picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell.
-    patch: the (row, column) that attends, framed. segments_HW: (rows, columns) numbers; a line
-    separates cells of different segments. Raises ValueError for weights that are not a matrix.
+    patch: the (row, column) of the attending patch, to frame it. segments_HW: a number per cell,
+    (rows, columns); a line separates different numbers. Raises ValueError unless weights are a matrix.
     """
     rows, columns = check_shape(weights_HW, ("rows", "columns"), "weights_HW").shape
     weights = weights_HW.float().numpy(force=True)
@@ -49,8 +49,8 @@ def plot_attention(
 def plot_states(
     colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None
 ) -> Axes:
-    """Draw a colour per patch, (rows, columns, 3) uint8. segments_HW, patch:
-    as in `plot_attention`.
+    """Draw one colour per patch, (rows, columns, 3) uint8. segments_HW and patch
+    are those of `plot_attention`.
     """
     rows, columns, _ = np.shape(colors_HW3)
     ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))
@@ -60,14 +60,14 @@ def plot_states(
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:
-    """Project (..., E) states to (..., 3) uint8: red,
-    green and blue are the first three principal components.
+    """Project states (..., E) to colours (..., 3) uint8, in which
+    red, green and blue are the first three principal components.
     """
     all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
     mean = all_NE.mean(0)
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    directions = directions * largest.sign()  # of the two possible signs, make the largest entry positive
+    directions = directions * largest.sign()  # choose the sign that makes the largest entry positive
     low, high = torch.quantile((all_NE - mean) @ directions, mean.new_tensor([1 - _COMMON, _COMMON]), dim=0)
     return [
         (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()

@@ -11,9 +11,9 @@ def item_bars(
     ax: Axes, row: float, items: Iterable[int], sizes, colors, *, widest: float, left=0, end: float | None = None
 ) -> None:
     """Draw numbered items end to end from `left`, each as long as its size,
-    and hatch the rest up to `end`, if given.
+    and hatch the rest up to `end` if it is given.
 
-    sizes, colors: by item. A bar much shorter than `widest` has no number.
+    sizes, colors: those of each item. A bar much shorter than `widest` has no number.
     """
     for i in items:
         ax.barh(row, sizes[i], left=left, color=colors[i], edgecolor="white", height=0.7)
@@ -26,7 +26,7 @@ def item_bars(
 
 
 def outline_bar(ax: Axes, row: float, left: float, size: float, *, linewidth=1.3, linestyle="-") -> None:
-    """Draw a frame around a row's bars, from `left`."""
+    """Draw a frame of `size` around a row's bars, from `left`."""
     look = {"facecolor": "none", "edgecolor": "black", "linewidth": linewidth, "linestyle": linestyle}
     ax.barh(row, size, left=left, height=0.7, **look)
 

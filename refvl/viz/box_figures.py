@@ -1,4 +1,4 @@
-"""The location to which an answer points, and its shift if the numbers are read in a different
+"""Figures of the boxes in an answer, and of their shift if the numbers are read in a different
 convention.
 
 plot_boxes          boxes and points on an image
@@ -19,8 +19,8 @@ from refvl.viz.style import HIGHLIGHT, PRUNED, STAGE_COLORS, image_axes
 def plot_boxes(
     image, boxes=(), labels: Sequence[str] = (), *, points=(), color=HIGHLIGHT, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw boxes (n, 4) with their labels and points (m, 2) on an image, in its pixels;
-    corners may be in any order.
+    """Draw boxes (n, 4) with labels, and points (m, 2), on an image; coordinates are its pixels,
+    and corners may be in any order.
 
     image: a PIL image or an array (H, W, 3).
     """
@@ -40,8 +40,8 @@ def plot_boxes(
 def plot_box_readings(
     box: Sequence[float], *, picture: Sequence[int], resized: Sequence[int], family: str, ax: Axes | None = None
 ) -> Axes:
-    """Draw a box on an empty image as `family` writes it, in whole numbers,
-    and as each convention reads it.
+    """Draw a box on an empty image, and where each convention places the box if `family` writes it
+    in whole numbers.
 
     box: x1, y1, x2, y2 in pixels of the image. picture, resized: (width, height). The legend lists
     the distance of each box's centre from the true centre, in pixels of the image.

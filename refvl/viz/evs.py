@@ -1,4 +1,4 @@
-"""Figures of EVS: the video tokens that are kept, the reason, and the cost.
+"""Figures of EVS: the kept video tokens, how much tokens changed, and the accuracy.
 
 plot_keep_mask         frames of a video, with the pruned tokens covered
 plot_keep_masks        the same for several rules, one above the other
@@ -24,12 +24,12 @@ _COVER = 0.86  # opacity of the cover over a pruned token
 
 
 def plot_keep_mask(frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, title: str = "", ax=None) -> np.ndarray:
-    """Draw the frames of a video with pruned tokens covered and kept ones framed,
+    """Draw the frames of a video with pruned tokens covered and kept tokens outlined,
     one image per grid step.
 
     frames: (T, H, W, 3) uint8; the first frame of each grid step is shown. keep_M: (t*h*w,) bool.
     ax: an array of t Axes, or None. Returns the t Axes as a flat array.
-    Raises ValueError for a mask of a shape other than (t * h * w,).
+    Raises ValueError for a mask of any other shape.
     """
     t, h, w = merged_thw
     check_shape(keep_M, (t * h * w,), "keep_M")
@@ -47,7 +47,7 @@ def plot_keep_mask(frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, titl
 
 
 def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Grid, *, ax=None) -> np.ndarray:
-    """Draw a row of frames per pruning rule.
+    """Draw one row of frames per pruning rule.
 
     masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes.
     """
@@ -67,21 +67,21 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
 
 
 def _strip(ax, count: int, height_to_width: float) -> np.ndarray:
-    """Return `count` Axes, five per row, for images with this ratio."""
+    """Return `count` Axes, at most five per row, for images of this ratio."""
     columns = min(5, count)
     width = min(2.2, 11 / columns)
     return strip_of_axes(ax, count, columns, (width, width * height_to_width + 0.3), margin=0.35)
 
 
 def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:
-    """Return the ratio of height to width of one token on the frame as it is shown."""
+    """Return the ratio of a token's height to its width, in pixels of the frames."""
     _, h, w = merged_thw
     return (frames.shape[1] / h) / (frames.shape[2] / w)
 
 
 def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> None:
     """Draw the first frame of a grid step, in token coordinates;
-    a padded last step may have fewer frames.
+    the last step may have fewer frames than the others.
     """
     t, h, w = merged_thw
     per_step = -(-len(frames) // t)
@@ -101,11 +101,11 @@ def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
 
 
 def plot_dissimilarity(dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", ax=None) -> np.ndarray:
-    """Draw one map per grid step: how much each token differs from the token in the same cell one
-    step earlier. Step 0 has no such map.
+    """Draw one map per grid step, which shows how much each token differs from the token in the
+    same cell one step earlier. Step 0 has no map.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
-    Raises ValueError for values of a shape other than (t, h * w).
+    Raises ValueError for any other shape.
     """
     t, h, w = merged_thw
     maps = check_shape(dissimilarity_TN, (t, h * w), "dissimilarity_TN").reshape(t, h, w).cpu().numpy()
@@ -127,7 +127,7 @@ def plot_dissimilarity(dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str
 def plot_pruned_positions(
     positions_3L: Tensor, keep_L: Tensor, spans: Sequence[MediaSpan], *, q: float | None = None, ax=None
 ) -> np.ndarray:
-    """Draw the full position layout of a prompt and, below it, that of the kept tokens,
+    """Draw the full position layout of a prompt and, below it, the layout of the kept tokens,
     which keep their positions.
 
     positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or

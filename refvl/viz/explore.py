@@ -10,7 +10,7 @@ explore_keep_mask   the keep mask and the positions, as the pruning rate changes
 explore_evs         the keep mask, with a model's answer at every rate
 explore_graph       a recorded graph step by step, with a buffer that is not refilled
 explore_launches    when host and device work on each operation, eagerly and in a replay
-explore_packing     images arrive and share replays
+explore_packing     how arriving images share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
 explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
@@ -19,7 +19,7 @@ explore_slices      slices and crops of one photo at any size, and the queries' 
 them
 explore_crops       slices and crops without a model
 
-Explorers draw with the `plot_*` functions of `refvl.viz`, so no module for figures imports an
+Explorers draw with the `plot_*` functions of `refvl.viz`; modules with figures never import an
 explorer. `refvl.viz` imports this file on first use, because explorers need anywidget, but figures
 do not.
 """
@@ -62,9 +62,9 @@ def explore_windows(
 ) -> Explorer:
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
-    image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest
-    budget, in merged tokens. window_sizes: pixels; a size with the same windows as a smaller one is
-    left out. If window_sizes is empty, only patches and merge blocks are shown.
+    image: anything `load_image` accepts, or a dict of images by name. max_tokens: the largest
+    budget, in merged tokens. window_sizes: pixels; a size that gives the same windows as a smaller
+    size is left out. If window_sizes is empty, only patches and merge blocks are shown.
     """
     images = image if isinstance(image, Mapping) else {"photo": image}
     return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)
@@ -79,7 +79,7 @@ def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> Expl
 
 def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
     """Explore the attention of an answer by token, layer and head,
-    and of each patch by block and head. Needs anywidget.
+    and the attention of each patch by block. Needs anywidget.
 
     model: a model of the Qwen or GLM families. questions: name -> (prompt, image).
     """
@@ -90,12 +90,12 @@ def explore_positions(
     second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
     image=PHOTO, clip=CLIP,
 ) -> Explorer:  # fmt: skip
-    """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token.
+    """Explore t, h, w of every token in a prompt with an image and a video, by size, length and rate.
 
-    The explorer starts near `second_per_grid` seconds per grid step, with frames `side` merged
+    The explorer starts near `second_per_grid` seconds per grid step, with frames about `side` merged
     tokens wide. processors: {name: processor} of models with M-RoPE, by default those of the
     shipped models. image, clip: inputs of `load_image` and `load_video`. The positions of released
-    software are drawn over refvl's if they differ. Needs anywidget.
+    software are drawn over refvl's if the two differ. Needs anywidget.
     """
     if processors is None:
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
@@ -105,28 +105,28 @@ def explore_positions(
 
 def explore_mrope() -> Explorer:
     """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it,
-    and their score.
+    and the tokens' score.
 
-    Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs
+    Controls set the key's position, theta and `mrope_section`, contiguous or interleaved. Needs
     anywidget.
     """
     return MropeExplorer()
 
 
 def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> Explorer:
-    """Explore the tokens that are kept, and their positions, by pruning rate, starting at q.
+    """Explore the kept tokens and their positions by pruning rate, starting at q.
 
     Needs anywidget.
 
-    frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as
-    well.
+    frames, merged_thw: as in `plot_keep_mask`. embeds_MD: (M, D). `explore_evs` also shows answers
+    of a model.
     """
     return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
 
 
 def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> Explorer:
-    """Explore the answers to questions about videos, name -> (prompt, video),
-    at every pruning rate.
+    """Explore the answers to questions about videos at every pruning rate.
+    clips: name -> (prompt, video).
     """
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
 
@@ -135,9 +135,9 @@ def explore_graph(model: VLM, before, image, question: str) -> Explorer:
     """Explore the recording of a Qwen2.5-VL tower, operation by operation,
     with a buffer that is not refilled.
 
-    before, image: anything `load_image` accepts, replayed one after the other; if their shapes
-    are equal, only pixels can be stale. question: a question about `image`; the model answers
-    it with the embeddings of every stale replay. Needs anywidget.
+    before, image: two images, as `load_image` accepts them, which are replayed in this order; if
+    their shapes are equal, only pixels can be stale. question: a question about `image`; the model
+    answers it with the embeddings of every stale replay. Needs anywidget.
     """
     return GraphExplorer(model, before, image, question)
 
@@ -147,8 +147,8 @@ def explore_launches() -> Explorer:
 
     Needs anywidget.
 
-    Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing
-    is measured.
+    `launch_timeline` computes the times from the cost of a launch and of an operation; nothing is
+    measured.
     """
     return LaunchesExplorer()
 
@@ -160,7 +160,7 @@ def explore_packing(
     policies.
 
     arrivals: output tokens of the images in order of arrival, or several such patterns by name.
-    budgets, max_items: as in `plan_batches`; the largest one, two, ... of the budgets are captured.
+    budgets, max_items: as in `plan_batches`; a control sets how many of the largest are captured.
     Needs anywidget.
     """
     arrivals = arrivals if isinstance(arrivals, Mapping) else {"as given": arrivals}
@@ -181,7 +181,7 @@ def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int =
 
 
 def explore_deepstack(model: VLM, questions: Mapping[str, tuple[str, Any]]) -> Explorer:
-    """Explore the answers with any of the tower's DeepStack features set to zero. Needs anywidget.
+    """Explore the answers if any of the tower's DeepStack features are set to zero. Needs anywidget.
 
     model: a model of Qwen3-VL's family. questions: name -> (prompt, image or video); the first
     question is shown first. Raises ValueError for a model without such features.
@@ -197,8 +197,8 @@ def explore_families(counted: Mapping) -> Explorer:
 
     Needs anywidget.
 
-    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are
-    computed from its operations at a device's peak.
+    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are the
+    counted operations divided by a device's peak rate.
     """
     return FamiliesExplorer(counted)
 
@@ -225,12 +225,12 @@ def explore_slices(
     question: str = "What is in the picture?",
 ) -> Explorer:
     """Explore how MiniCPM-V and Step3-VL cut one photo,
-    at every size from which one of them cuts the photo differently.
+    at every size from which at least one of them cuts the photo differently.
 
-    image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's
-    config. model: a small MiniCPM-V that cuts like `config`, with slices that are smaller by a
-    whole factor. The explorer then also shows the attention of the model's queries to every slice,
-    and the model's answer to `question`. Needs anywidget.
+    image: anything `load_image` accepts; its middle is shown in several aspect ratios. crops:
+    Step3-VL's config. model: a small MiniCPM-V that cuts like `config`, into slices that are
+    smaller by a whole factor. With a model, the explorer also shows its queries' attention to every
+    slice, and its answer to `question`. Needs anywidget.
     """
     return SlicesExplorer(image, config, crops, model, question)
 

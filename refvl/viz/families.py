@@ -1,11 +1,11 @@
-"""Families side by side: the same image or video,
-with a colour and a marker for each family in every figure.
+"""Families side by side: the same image or video in each family;
+a family has one colour and one marker in every figure.
 
 plot_family_costs    patches through the tower and tokens of the prompt, per family
 plot_family_curves   tokens against the side of a square image
 plot_family_stages   the time of each stage of a run, per family
 plot_family_race     tokens, positions, memory and time as an image or a video grows
-plot_ablations       a model's correct answers without each of its mechanisms, per kind of
+plot_ablations       a model's correct answers without one of its mechanisms, per kind of
 question
 """
 
@@ -34,8 +34,8 @@ RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "second
 
 
 def plot_family_costs(plans: Mapping[str, Sequence["MediaPlan"]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw two bars per family on a logarithmic scale, patches (pale) and tokens,
-    with their ratio in words.
+    """Draw two bars per family, patches (pale) and tokens, on a logarithmic scale,
+    and label the family with their ratio.
 
     plans: for each family, the plans of the media items that its bars sum up.
     """
@@ -107,7 +107,7 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
 def _family_line(name: str, place: int) -> dict[str, Any]:
     """Return a family's line style.
 
-    Later lines are thinner, so both lines are visible if two coincide.
+    Later lines are thinner, so two lines that coincide are both visible.
     """
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
@@ -119,8 +119,8 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     one column per kind of question.
 
     rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that is
-    significantly below the unchanged model. The first row is the unchanged model, and the score of
-    guessing is below each kind.
+    significantly below the unchanged model. The first row is the unchanged model, and the score
+    of guessing is written below each kind.
     """
     lines = list(dict.fromkeys(row["without"] for row in rows))
     kinds = {row["question"]: row["chance"] for row in rows}

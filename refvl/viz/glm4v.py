@@ -3,7 +3,7 @@ each followed by its timestamp.
 
 plot_position_table  where the patches of images sample the table, and one sampled channel
 plot_patch_values    a number per patch, laid over the image
-plot_timelines       the frames of a video that each variant samples, and the timestamps it writes
+plot_timelines       the frames of a video that each variant samples, and the timestamp of each pair
 plot_clip_tokens     prompt tokens of a video against its duration
 plot_clip_prompt     a video's part of the prompt, one frame per row, with pruned tokens faded
 """
@@ -35,8 +35,8 @@ _LABELS = 16  # the largest number of timestamps on a timeline
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Draw, for each image, the table under the patches' centres,
-    and one channel sampled as bicubic and as nearest.
+    """Draw the cells of the table with the patches' centres over each image,
+    and one channel sampled with the modes bicubic and nearest.
 
     table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3
     Axes, or None. Returns that array. Raises ValueError for a table that is not a matrix.
@@ -54,7 +54,7 @@ def plot_position_table(
 
 
 def _show_cells(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
-    """Draw the image, lines between the table's cells over it,
+    """Draw the image, the lines between the table's cells,
     and a dot at the centre of each patch.
     """
     (h, w), (width, height) = grid_hw, image.size
@@ -76,11 +76,11 @@ def plot_patch_values(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order,
-    like all patch rows.
+    """Draw a value per patch as a colour in its place. values_N: (h*w,) in merge-block
+    order, like all patch rows.
 
     size: (width, height) of the image, whose ratio is kept; None for square patches. limits: the
-    range of the colours. Raises ValueError for values of a shape other than (h * w,).
+    values at the ends of the colour map. Raises ValueError for any other shape.
     """
     h, w = grid_hw
     check_shape(values_N, (h * w,), "values_N")
@@ -98,8 +98,8 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     """Draw the frames of a video that each variant samples, two per grid step,
     with the timestamp of each step.
 
-    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the
-    pairs.
+    duration: seconds. fps: the frame rate of the video. Steps alternate in shade, to show the pairs
+    of frames.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -118,8 +118,8 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
 
 
 def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: str) -> None:
-    """Draw frames as lines, a box per step, and the timestamps above (thinned if they would
-    overlap).
+    """Draw the sampled frames as lines, and the timestamps above them (thinned if there are
+    many).
     """
     times, steps = np.array(sample.indices) / fps, len(sample.timestamps)
     for step, alpha in ((0, 1.0), (1, 0.45)):
@@ -152,11 +152,11 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one video's part of the prompt, one row per grid step: begin, video tokens, end,
-    and the timestamp.
+    """Draw one video's part of the prompt, one row per grid step: begin token, video tokens,
+    end token and timestamp.
 
-    trace: the trace of a GLM model; its `keep` fades pruned tokens. processor: the model's
-    processor, for its words. Raises ValueError for a trace without a prompt.
+    trace: the trace of a GLM model; pruned tokens are faded. processor: the model's processor,
+    which decodes token ids. Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:
         raise ValueError("trace: expected the trace of a finished run, got one without a prompt")
@@ -166,7 +166,7 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
     width = max(stop - start for start, stop in zip(starts, stops, strict=True))
     ax = axes_or_new(ax, figsize=(min(11, 0.42 * width + 1.6), 0.36 * len(starts) + 0.9))
     for row, (start, stop, span) in enumerate(zip(starts, stops, trace.spans, strict=True)):
-        end = span.offset + span.num_tokens  # the end of the tokens; the end-of-image token follows
+        end = span.offset + span.num_tokens  # the index of the end-of-image token
         for place in range(start, stop):
             x = place - start
             if span.offset <= place < end:

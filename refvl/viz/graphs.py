@@ -1,4 +1,4 @@
-"""Encoder graphs: recorded operations, contents of the buffers, items that share a replay,
+"""Encoder graphs: recorded operations, the contents of buffers, items that share a replay,
 and padding waste.
 
 plot_recording       the recorded operations in order, by part of the tower, and the static buffers they read
@@ -34,11 +34,11 @@ _MARKS = "o^sDvP<>"  # series differ in marker as well as in colour
 
 def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], tower: Module, *, ax: Axes | None = None) -> Axes:
     """Draw recorded operations from left to right, one row per part of the tower, and below them one
-    row per static buffer, with a mark at its readers.
+    row per static buffer, with a mark at each box that reads it.
 
     A box represents consecutive operations of a part, and contains their number. buffers:
-    {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as
-    the buffer.
+    {name: tensor}; a name may stand for several, as a tuple of tensors. A view of a buffer counts
+    as the buffer.
     """
     parts = list(_parts(graph.operations, buffers, tower))
     kinds = {part: dict[str, None]() for part in parts}
@@ -63,7 +63,7 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], tower: Modu
 
 
 def _parts(operations: Sequence[Operation], buffers: Mapping[str, Tensor], tower: Module) -> Iterator[str]:
-    """Yield the part of the tower that each operation belongs to.
+    """Yield the name of the tower part that each operation belongs to.
 
     From the first operation that reads lengths (`cu_...`) on, the operations of an attention module
     build a mask and use it. On a GPU, one kernel replaces these operations, so they count as a separate
@@ -80,7 +80,7 @@ def _parts(operations: Sequence[Operation], buffers: Mapping[str, Tensor], tower
 
 
 def kind_of_operation(operation: Operation) -> str:
-    """Return the kind of an operation, `mul` for `aten.mul.Tensor`; very long names are cut."""
+    """Return the kind of an operation, such as `mul` for `aten.mul.Tensor`; cut long names."""
     name = str(operation.function).split(".")[1].strip("_")
     return name if len(name) <= 24 else f"{name[:23]}…"
 
@@ -89,7 +89,7 @@ def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | No
     """Draw three lanes, in microseconds: the host's launches, the device in an eager run,
     and the device in a replay.
 
-    Arguments as in `launch_timeline`; a replay costs one launch.
+    The arguments are those of `launch_timeline`; a replay costs one launch.
     """
     ax = axes_or_new(ax, figsize=(9, 1.8))
     eager = launch_timeline(device_us, launch_us)
@@ -110,9 +110,9 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
     """Draw the current contents of a graph's buffers, one panel per field;
     the part after the batch is shaded.
 
-    buffers: metadata at capacity, filled. planned: the metadata of the batch; its lengths are the
-    ends of the contents. names: fields to show, by default all tensors. ax: an array of Axes, or
-    None. Returns the Axes as a flat array.
+    buffers: the metadata that contains the buffers. planned: the metadata of the batch, whose
+    tensors are as long as the filled parts. names: fields to show, by default all tensors. ax: an
+    array of Axes, or None. Returns the Axes as a flat array.
     """
     rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
     names = [name for name in rules if isinstance(getattr(buffers, name), Tensor)] if names is None else list(names)
@@ -148,8 +148,8 @@ def plot_packing(
     """Draw one bar per replay, as long as its budget: its items, numbered by arrival,
     and the rest hatched.
 
-    output_tokens: tokens of each item. batches: the result of `plan_batches`; an item without
-    budget ran eagerly.
+    output_tokens: the tokens of each item. batches: the result of `plan_batches`; a batch
+    without a budget runs eagerly.
     """
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(batches) + 1.3))
     colors = sequence_colors(len(output_tokens))
@@ -178,9 +178,9 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
     """Draw the error of each recorded operation's result (left) and of each token's embedding
     (right).
 
-    One buffer was stale. row: a row of a `GraphExplorer`: logarithmic error levels of
-    operations, relative errors of tokens. groups: names and numbers of consecutive operations.
-    ax: two Axes, or None. Returns both Axes.
+    One buffer of the replay was stale. row: a row of a `GraphExplorer`: logarithmic error levels
+    of operations, and relative errors of tokens. groups: names and sizes of groups of consecutive
+    operations. ax: two Axes, or None. Returns both Axes.
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
     levels, start = np.asarray(row["operations"]), 0

@@ -7,8 +7,8 @@ with the results of each stage.
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     Path("journey.html").write_text(page(journey, title="tiny-qwen2_5_vl"), encoding="utf-8")
 
-The page is one file of plain HTML that loads nothing: you can read it without a kernel, a network
-or scripts.
+The page is one file of plain HTML that loads nothing, so you can read it without a kernel, a
+network or scripts.
 """
 
 import html
@@ -63,11 +63,11 @@ SHIPPED = {
 def page(
     journey: Journey, *, title: str = "", links: Mapping[str, str] | None = None, index: str = "", files: str = ""
 ) -> str:
-    """Return a journey as HTML, one file that loads nothing.
+    """Return a journey as one HTML file.
 
     title: the model's name. links: the addresses of the pages of several journeys by name, "" for
-    this one. index: the address of a page to go back to. files: the address of the page of a
-    library file, with {} for its name.
+    this journey. index: the address of a page to go back to. files: the address of the page of a
+    library file, with {} for the file's name.
     """
     made = shapes(journey)
     stages, number = list[str](), 0
@@ -109,7 +109,7 @@ def _menu_item(name: str, address: str) -> str:
 
 
 def _steps(journey: Journey) -> str:
-    """Return a bar that stays at the top and links to every stage."""
+    """Return a navigation bar that stays at the top and links to every stage."""
     items = "".join(
         f'<li><a href="#stage-{place}">{place} {html.escape(stage)}</a></li>'
         for place, (stage, _) in enumerate(journey.stages, 1)
@@ -124,10 +124,10 @@ class _Map:
     """
 
     files: list[str]
-    step: float  # from one function to the next
+    step: float  # the distance between functions
     left: int = 178
     top: int = 22
-    lane: int = 17  # from one file to the next
+    lane: int = 17  # the distance between files
 
     def x(self, number: float) -> float:
         return self.left + number * self.step
@@ -145,7 +145,7 @@ def _way(journey: Journey) -> str:
     start = 0
     for place, (_, functions) in enumerate(journey.stages, 1):
         parts.append(f'<path class="stage" d="M{at.x(start):.1f} 6V{height}"/>')
-        is_narrow = len(functions) * at.step < 12  # px; its number then is at the left of its line
+        is_narrow = len(functions) * at.step < 12  # px; then the number is to the left of the line
         where = f'x="{at.x(start) - 3:.1f}" text-anchor="end"' if is_narrow else f'x="{at.x(start) + 3:.1f}"'
         parts.append(f'<text class="stage" {where} y="12">{place}</text>')
         start += len(functions)
@@ -171,7 +171,7 @@ def _lane(at: _Map, file: str, width: float) -> str:
 
 
 def _made(stage: str, text: str, figures: Sequence[str]) -> str:
-    """Return the column to the right of a stage."""
+    """Return the column with a stage's results."""
     if not text and not figures:
         return ""
     said = f'<p class="made">{html.escape(text)}</p>' if text else ""
@@ -219,7 +219,7 @@ def _facts(journey: Journey, function: Function, files: str) -> str:
 
 
 def _said(docstring: str) -> str:
-    """Return a docstring: its first paragraph, with the others folded."""
+    """Return a docstring as HTML: its first paragraph, and the others folded."""
     if not docstring:
         return ""
     first, _, others = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(docstring, quote=False)).partition("\n\n")
@@ -229,7 +229,7 @@ def _said(docstring: str) -> str:
 
 
 def _fold(function: Function, lines: range, links: str) -> str:
-    """Return lines that only check arguments, folded, with the functions that they enter."""
+    """Return lines that only check arguments, folded, and links to functions that they enter."""
     indent = f'style="--i:{_indent(function, lines[0])}"'
     shown = [_line(function, line, "", False) for line in lines if line not in function.source.docstrings]
     below = f'<p class="calls" {indent}>{links}</p>' if links else ""
@@ -238,9 +238,9 @@ def _fold(function: Function, lines: range, links: str) -> str:
 
 
 def _line(function: Function, line: int, links: str, stops: bool) -> str:
-    """Return a line of code, without its function's margin.
+    """Return a line of code as HTML, without its function's margin.
 
-    stops: whether it starts lines that did not run.
+    stops: whether it is the first of some lines that did not run.
     """
     code = coloured(function.path)[line][_margin(function, function.first) :]
     ran = " ran" if line in function.ran else ""
@@ -250,7 +250,7 @@ def _line(function: Function, line: int, links: str, stops: bool) -> str:
 
 
 def _indent(function: Function, line: int) -> int:
-    """Return the number of columns between the margin of a function and that of a line."""
+    """Return the indentation of a line within its function, in columns."""
     return max(_margin(function, line) - _margin(function, function.first), 0)
 
 
@@ -294,7 +294,7 @@ def _marks(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
 
 
 def _marked(line: str, marks: Sequence[tuple[int, int, str]]) -> str:
-    """Return a line with tags around some of its columns."""
+    """Return a line as HTML, with tags around the marked columns."""
     done, at = "", 0
     for start, stop, tag in marks:
         done += f"{html.escape(line[at:start], quote=False)}<{tag}>{html.escape(line[start:stop], quote=False)}</{tag}>"

@@ -4,7 +4,7 @@ and the cost of a video if frames are packed.
 plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query attends to each patch
 plot_frame_tokens     tokens of a video against its number of frames, one line per model
-plot_canvas           the windows of a slice, their folds, and MiniCPM-V 4.7's positions of the tokens on the canvas
+plot_canvas           the slices of an image, the folds of a slice, and the tokens on MiniCPM-V 4.7's canvas
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
     """Draw the image with its slices (left), numbered in prompt order, and the overview,
     number 0 (right).
 
-    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice.
+    image: anything `load_image` accepts. query_num: the tokens of the overview and of each slice.
     ax: two Axes, or None. Returns both Axes.
     """
     picture = load_image(image)
@@ -48,7 +48,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
-    """Draw the image at the size at which it is cut: all slices together."""
+    """Draw the image at the total size of its slices, with a frame per slice."""
     size, title = f"{image.width} x {image.height} px", "no slices: the overview shows the whole image"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
@@ -90,10 +90,10 @@ def plot_query_attention(
     attention.
 
     image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per
-    query, its L = h * w patches row by row; all maps share one scale from 0 to the largest weight
-    shown. queries: the queries to show, by default all. columns: the maps per row, by default all.
-    ax: an array of as many Axes as the maps need, or None. Returns that array. Raises ValueError
-    for weights of a shape other than (queries, h * w).
+    query, with L = h * w patches in row-major order. All maps share a scale from 0 to the largest
+    weight shown. queries: the queries to show, by default all. columns: maps per row,
+    by default all. ax: an array of as many Axes as the maps need, or None. Returns that array.
+    Raises ValueError for weights of any other shape.
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -123,7 +123,7 @@ def plot_frame_tokens(
     """
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for place, ((name, counts), color) in enumerate(zip(tokens.items(), STAGE_COLORS, strict=False)):
-        width = max(6 - 2 * place, 1.5)  # where two lines agree, the thinner line is on top
+        width = max(6 - 2 * place, 1.5)  # if two lines agree, the thinner line is on top
         ax.plot(frames, counts, "o-", ms=width + 2, lw=width, color=color, label=name)
     ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
     ax.set_xticks(frames, [str(n) for n in frames])
@@ -134,11 +134,11 @@ def plot_frame_tokens(
 
 
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
-    """Plot windows of a slice, their two folds, and the canvas in three panels.
+    """Plot three panels: the slices of an image, the two folds of a slice, and the canvas.
 
-    image: anything `load_image` accepts, cut by `config`. positions_3L: (3, L), for its prompt;
-    spans: its overview and slices. Separators are at their positions, and circles mark the
-    overview. ax: three Axes, or None. Returns the three Axes. Raises ValueError if the image
+    image: anything `load_image` accepts, cut by `config`. positions_3L: the positions of its prompt,
+    (3, L). spans: the spans of its overview and slices. Squares mark separators, and circles mark
+    the overview. ax: three Axes, or None. Returns the three Axes. Raises ValueError if the image
     has no slices.
     """
     picture = load_image(image)
@@ -176,7 +176,7 @@ def _draw_folds(ax: Axes, h: int, w: int) -> None:
 
 
 def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaSpan], columns: int, rows: int) -> None:
-    """Draw parts of the image at the positions of their tokens."""
+    """Draw each part of the image at the position of its token."""
     first, last = spans[0].offset - 1, spans[-1].offset + spans[-1].num_tokens
     h, w = positions_3L[1].tolist(), positions_3L[2].tolist()
     width, height = picture.width / columns, picture.height / rows

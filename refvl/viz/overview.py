@@ -18,8 +18,8 @@ FRAMES_SHOWN = 4
 
 
 def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 110) -> Figure:
-    """Draw patches and windows of `photo` at about `tokens` tokens,
-    and kept tokens and positions of a pruned video.
+    """Draw patches and windows of `photo`, resized to about `tokens` tokens,
+    and the kept tokens and positions of a pruned video.
 
     clip: the trace of a run on one video with `pruning_rate` set. Raises ValueError if nothing was
     pruned.

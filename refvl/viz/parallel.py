@@ -21,8 +21,8 @@ RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignmen
 def plot_assignment(
     sizes: Sequence[int], assignment: Assignment, *, title: str = "", unit: str = "patches", ax: Axes | None = None
 ) -> Axes:
-    """Draw one bar per rank: its items in order of assignment, numbered by arrival,
-    hatched while it waits.
+    """Draw one bar per rank, with its items in order of assignment, numbered by arrival;
+    hatching marks waiting.
 
     sizes: the size of each item, in `unit`. assignment: the result of
     `get_load_balance_assignment`.
@@ -49,10 +49,10 @@ def _by_rank(order: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw the gathered rows, rank by rank, each padded to the longest (above),
+    """Draw the gathered rows by rank, padded to those of the longest rank (above),
     and the caller's items (below).
 
-    tokens: output tokens of each item. assignment: which rank encoded which item.
+    tokens: the output tokens of each item. assignment: which rank encoded which item.
     """
     order, counts, _ = assignment
     ax, colors = axes_or_new(ax, figsize=(9, 2)), sequence_colors(len(tokens))
@@ -74,7 +74,7 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
 
 
 def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Plot the speed-up against the number of ranks; the dashed line is the number of ranks.
+    """Plot the speed-up against the number of ranks, which is the ideal speed-up (dashed line).
 
     speed_up: {name of a line: {ranks: speed-up over one rank}}.
     """

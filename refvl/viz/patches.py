@@ -17,7 +17,7 @@ from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, centered, image_axes
 
-MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # font sizes in points; numbers smaller than the first are left out
+MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # font sizes in points; smaller numbers are left out
 
 
 def plot_patches(
@@ -25,9 +25,9 @@ def plot_patches(
 ) -> Axes:
     """Draw the resized image with its patches (thin lines) and merge blocks (thick lines).
 
-    image: anything `load_image` accepts. numbers: write each patch's row number, if the patch is
-    large enough. highlight: merge blocks to frame, counted in reading order. Raises ValueError for
-    a block that does not exist.
+    image: anything `load_image` accepts. numbers: whether to write the index of the patch row into
+    each patch, if it is large enough. highlight: merge blocks to frame, counted in reading order.
+    Raises ValueError for a merge block that does not exist.
     """
     ax, grid = show_resized(image, config, ax)
     _, h, w = grid
@@ -44,8 +44,8 @@ def plot_patches(
 
 
 def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Grid]:
-    """Draw the resized image in its own pixels, titled with all sizes;
-    return its axes and its grid (1, h, w).
+    """Draw the resized image in its own pixels, with all sizes in the title;
+    return the axes and the grid (1, h, w).
     """
     picture = load_image(image)
     resized = resize(picture, *config.target_size(picture.height, picture.width))
@@ -69,7 +69,7 @@ def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
 
 def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None:
     """Write each number into its (row, column) cell of `step` pixels,
-    unless the cells are too small to read.
+    unless numbers would be too small to read.
     """
     columns = max(column for _, column in places.values()) + 1
     points_per_cell = 72 * ax.bbox.width / ax.figure.dpi / columns
@@ -97,11 +97,11 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
 def plot_patch_rows(
     patches: Tensor, grid: Sequence[int], config: PatchConfig, *, count: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """Draw the first patch rows: on the left each as a patch,
-    on the right its C * Tp * P * P values in order.
+    """Draw the first `count` patch rows: each as a patch on the left,
+    and as C * Tp * P * P values in order on the right.
 
     patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
-    Raises ValueError for patch rows of any other shape.
+    Raises ValueError for any other shape.
     """
     [(t, h, w)] = as_grids([grid], spatial_merge_size=config.merge_size, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")
@@ -123,7 +123,7 @@ def plot_patch_rows(
 
 
 def _mark_channels(ax: Axes, config: PatchConfig) -> None:
-    """Label the sections of a row: channel first, then time."""
+    """Label the sections of a patch row: by channel, then by frame."""
     names = [f"{color}\nframe {i}" for color in ("red", "green", "blue") for i in range(config.temporal_patch_size)]
     length = config.patch_size**2
     ax.set_xticks([(i + 0.5) * length - 0.5 for i in range(len(names))], names)
@@ -134,6 +134,6 @@ def _mark_channels(ax: Axes, config: PatchConfig) -> None:
 
 
 def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:
-    """Return the same preprocessing with at most `tokens` merged tokens per image."""
+    """Return a copy of `config` that allows at most `tokens` merged tokens per image."""
     max_pixels = tokens * config.factor**2
     return replace(config, max_pixels=max_pixels, min_pixels=min(config.min_pixels, max_pixels))

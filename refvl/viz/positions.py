@@ -27,10 +27,10 @@ _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # if the axes agree, the thinner 
 
 
 def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], label: str = "") -> np.ndarray:
-    """Return (rows, columns) Axes: the given ones, as one Axes or an array of that size,
+    """Return (rows, columns) Axes: those given as `ax` (one Axes, or an array of as many),
     or those of a new figure.
 
-    label: a description of the new figure, for alt text that is clearer than the titles of many
+    label: a description of the new figure, as alt text in place of the titles of many
     panels.
     """
     if ax is None:
@@ -46,7 +46,7 @@ def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], labe
 def strip_of_axes(ax, count: int, columns: int, size: tuple[float, float], *, margin: float = 0.0) -> np.ndarray:
     """Return `count` Axes in reading order: the given ones, or new ones, at most `columns` per row.
 
-    size: the width and height of each in inches. margin: added to the height of the figure.
+    size: width and height of a new one in inches. margin: inches added to the figure's height.
     """
     if ax is not None:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
@@ -66,9 +66,9 @@ def plot_rotary(
     grid_hw: tuple[int, int], *, head_dim: int = 24, spatial_merge_size: int = 2, theta: float = 10000.0, ax=None
 ) -> np.ndarray:
     """Draw cos of each rotary pair over an (h, w) grid of patches: rows rotate the h half,
-    columns the w half.
+    and columns rotate the w half.
 
-    ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: row 0 the h half, row 1
+    ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: the h half, then
     the w half.
     """
     (h, w), planes = grid_hw, head_dim // 4
@@ -107,7 +107,7 @@ def plot_positions(
     """Draw three lines t, h, w over the prompt's tokens, with shaded media. positions_3L: (3, L).
 
     kinds: "image" or "video" per span; by default a span of several frames is a video.
-    Raises ValueError for positions of a shape other than (3, L).
+    Raises ValueError for any other shape.
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     ax = axes_or_new(ax, figsize=(9, 4))
@@ -145,7 +145,7 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
     for the first `max_frames` frames.
 
     positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that
-    array. Raises ValueError for positions of a shape other than (3, L).
+    array. Raises ValueError for any other shape of positions.
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()
@@ -174,7 +174,7 @@ def _write_values(ax: Axes, values: np.ndarray) -> None:
 
 
 def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw one strip per model: which of t, h, w rotates each rotary pair, fastest first.
+    """Draw one strip per model, with the axis that rotates each rotary pair, fastest pair first.
 
     layouts: name -> (pairs,) of 0, 1, 2, as in `mrope_axis_of_pairs`.
     """
@@ -199,7 +199,7 @@ def plot_place_answers(
     """Draw how often each true location (row) gets each answer (column);
     the last column counts all other answers.
 
-    Correct answers are on the diagonal. places: the names in order.
+    Correct answers are on the diagonal. places: the locations' names in order.
     """
     ax = axes_or_new(ax, figsize=(4.6, 4.2))
     names = [*places, "other"]

@@ -1,6 +1,6 @@
 """The results of each stage of a run, as HTML figures: shapes, some numbers, a small image.
 
-Nothing is computed here.
+No model runs here.
 
 values          a stage of a `Journey` -> its figures
 first_picture   the image of the question, for the top of the page
@@ -25,7 +25,7 @@ from refvl.viz import tensor_figures as draw
 
 SHOWN_TILES, SHOWN_SLICES, SHOWN_TOKENS, SHOWN_ITEMS = 320, 12, 160, 2
 LINE_END = "\N{RETURN SYMBOL}"
-AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 2.4, "2 3"))  # width of line, dashes
+AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 2.4, "2 3"))  # line width, dashes
 
 
 def values(journey: Journey, stage: str) -> list[str]:
@@ -58,8 +58,8 @@ def values(journey: Journey, stage: str) -> list[str]:
 
 
 def first_picture(journey: Journey) -> str:
-    """Return a thumbnail of the request's first image,
-    or of the middle frame of its first video.
+    """Return a thumbnail of the request's first media item,
+    which for a video shows the middle frame.
     """
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
@@ -70,7 +70,7 @@ def first_picture(journey: Journey) -> str:
 
 
 def _medium(medium: Any, number: int) -> str:
-    """Return an image, or the frames of a video."""
+    """Return a figure of an image, or of a video's frames."""
     if isinstance(medium, Video):
         count = len(medium.frames)
         shown = draw.spread(count, draw.SHOWN_FRAMES)
@@ -85,8 +85,8 @@ def _medium(medium: Any, number: int) -> str:
 
 
 def _patches(item: Any) -> Iterator[str]:
-    """Return the rows of an item in the tower's order,
-    and the location on its grid from which each was cut.
+    """Yield figures of an item's patches: where they were cut,
+    their order, and their values.
     """
     rows = item.pixel_values.float().cpu()
     layout = f"<b>layout</b> {html.escape(layout_text(item.layout))}"
@@ -111,7 +111,7 @@ def _in_order(tiles: np.ndarray, across: int) -> str:
 
 
 def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
-    """Return slices of (h, w) patches, each reassembled from its rows."""
+    """Return images of slices of (h, w) patches, each reassembled from its rows."""
     drawn, at = [], 0
     for number, (h, w) in enumerate(sizes[:SHOWN_SLICES], 1):
         alt = f"Slice {number} of {len(sizes)}, {h} x {w} patches"
@@ -121,7 +121,7 @@ def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
 
 
 def _cut(tiles: np.ndarray, item: Any) -> str:
-    """Return the first frame of a grid, patch by patch, with the row of each."""
+    """Return the first step of a grid, patch by patch, with the number of each patch row."""
     _, h, w = item.layout
     places = merge_block_coordinates([(1, h, w)], spatial_merge_size=h // item.media_tokens.thw[1])
     order = torch.empty(h, w, dtype=torch.int64)
@@ -142,8 +142,8 @@ def _cut(tiles: np.ndarray, item: Any) -> str:
 
 
 def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]:
-    """Return every tensor of the metadata, nested ones too,
-    and the angles from its positions and frequencies.
+    """Yield a figure of every tensor in the metadata, including nested ones,
+    and of the angles from positions and frequencies.
     """
     if not is_dataclass(planned):
         return
@@ -163,14 +163,14 @@ def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]
 
 
 def _angles(positions_N2: Tensor, frequencies: Tensor) -> str:
-    """Return the angle by which each position rotates each rotary pair."""
+    """Return a heat map of the cosine of each rotary pair's angle by position."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)
     note = f"cosines of the angles (positions times frequencies), {tuple(angles.shape)}; one line per position"
     return draw.figure(draw.heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
 
 
 def _pruned(run: Any) -> list[str]:
-    """Return the kept tokens of each video, or a note that no pruning was requested."""
+    """Return each pruned item's kept tokens, or a note that nothing was pruned."""
     if all(mask is None for mask in run.keep_masks):
         count = sum(len(rows) for rows in run.embeds)
         return [f"<p>No pruning rate was set, so all {count} embeddings are kept.</p>"] if count else []
@@ -184,7 +184,7 @@ def _pruned(run: Any) -> list[str]:
 
 
 def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> str:
-    """Return the frames of a video; dropped cells are crossed out."""
+    """Return the frames of a video, with the dropped cells crossed out."""
     t, h, w = thw
     shown, side = draw.spread(t, draw.SHOWN_FRAMES), 26
     grid, parts = mask.view(t, h, w), []
@@ -225,7 +225,7 @@ def _prompt(journey: Journey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """A plot of positions against tokens, in pixels."""
+    """The pixel coordinates in a plot of positions against tokens."""
 
     tokens: int
     high: int  # the largest position
@@ -250,7 +250,7 @@ class _Plot:
 
 
 def _positions(run: Any) -> str:
-    """Return t, h and w along the prompt. Lines differ in width and dashes, not only in colour."""
+    """Return a plot of t, h and w, whose lines differ in width and dashes, not only in colour."""
     positions = run.positions.cpu()
     plot = _Plot(positions.shape[1], max(int(positions.max()), 1))
     before = [0, *run.keep.cpu().cumsum(0).tolist()]  # kept tokens before each token of the full prompt
@@ -274,7 +274,7 @@ def _positions(run: Any) -> str:
 
 
 def _scores(journey: Journey) -> str:
-    """Return the most likely first tokens."""
+    """Return a table of the most likely first tokens."""
     shares = journey.scores[0].softmax(-1)
     best = shares.topk(min(5, len(shares)))
     lines = "".join(
@@ -287,7 +287,7 @@ def _scores(journey: Journey) -> str:
 
 
 def _answer(journey: Journey) -> str:
-    """Return every new token with its id and, if it is known, its probability."""
+    """Return a table of new tokens, with ids and, if they are known, probabilities."""
     ids = journey.trace.token_ids[:SHOWN_TOKENS]
     shares = [float(s.softmax(-1)[i]) for s, i in zip(journey.scores, ids, strict=False)]
     lines = "".join(

@@ -31,8 +31,8 @@ def plot_crops(
     """Draw the canvas with its numbered windows (left),
     and the overview as the encoder sees it (right).
 
-    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop
-    and of an overview. ax: two Axes, or None. Returns both Axes.
+    image: anything `load_image` accepts. crop_tokens, image_tokens: the output tokens of a crop
+    and of the overview. ax: two Axes, or None. Returns both Axes.
     """
     picture = load_image(image)
     overview, _, plan = cut_crops(picture, config)
@@ -58,7 +58,7 @@ def _draw_canvas(ax: Axes, overview: Image.Image, plan, size: tuple[int, int]) -
         number_piece(ax, x + plan.window / 2, y + plan.window / 2, i)
         if ends_row:
             ax.plot([width], [y + plan.window / 2], "<", color=HIGHLIGHT, ms=10, clip_on=False, zorder=3)
-    ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # the colour beyond a low canvas
+    ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # the colour below the canvas
     ax.set_xlabel("orange: a newline token follows" if layout.newlines else "")
 
 
@@ -74,7 +74,7 @@ def plot_crop_prompt(
 ) -> Axes:
     """Draw the prompt of one image, left to right: numbered crops, newline tokens, the overview.
 
-    The length of each includes the special tokens before and after it.
+    The length of a crop or overview includes the special tokens around it.
     """
     ax, colors, left = axes_or_new(ax, figsize=(10, 1.5)), sequence_colors(max(1, layout.crops)), 0
     total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
@@ -117,11 +117,11 @@ def plot_crop_tokens(config: CropConfig = RELEASED, *, ax: Axes | None = None) -
 def plot_path_timeline(
     path_tokens: Sequence[Mapping[str, int]], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Draw one lane per path, with its replays in order, each as long as the tokens it computes.
+    """Draw one lane per path, with its replays in order, each as long as its number of tokens.
 
-    path_tokens: output tokens of each image on each path. batches:
-    `EncoderGraphManager.last_batches`. Images are numbered and keep their colour on both lanes;
-    hatched: padding; dashed: eager, because no graph was large enough.
+    path_tokens: the output tokens of each image on each path. batches:
+    `EncoderGraphManager.last_batches`. Images are numbered and have one colour on both lanes.
+    Padding is hatched; eager forwards, which no graph could hold, are dashed.
     """
     paths = list(dict.fromkeys(path for tokens in path_tokens for path in tokens))
     ax, colors = axes_or_new(ax, figsize=(10, 0.7 * len(paths) + 1.2)), sequence_colors(len(path_tokens))

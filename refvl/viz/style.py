@@ -13,10 +13,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-# One palette for figures and explorers. Against the surface, text (ink, muted, and names in `_text`) has a contrast of
-# at least 4.5, and marks have a contrast of at least 3. The colours t, h and w stand only for time, height and width,
+# One palette for figures and explorers. Against the surface, text (ink, muted, and *_text) has a contrast of at
+# least 4.5, and marks have a contrast of at least 3. The colours t, h and w stand only for time, height and width,
 # and no other colour looks like them. Colour-blind readers can distinguish the axes, and also the kinds of token.
-# `empty` is the absence of a mark.
+# `empty` is the colour of absent things, such as pruned tokens.
 THEMES = {
     "light": {
         "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
@@ -36,14 +36,14 @@ AXIS_COLORS = {axis: _LIGHT[axis] for axis in "thw"}  # time, height, width
 TOKEN_COLORS = {kind: _LIGHT[kind] for kind in ("text", "image", "video")}
 KEPT, PRUNED = _LIGHT["kept"], _LIGHT["empty"]
 UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
-# for bars end to end and lines side by side: neighbours, and the first six, differ most for all readers
+# for adjacent bars and lines: consecutive colours, and the first six, differ most for all readers
 STAGE_COLORS = (
     "#4068d0", "#e69f00", "#994f00", "#0f2080", "#7fc8a9", "#663333", "#009e73", "#5d3a9b", "#909010", "#1c1c1c",
 )  # fmt: skip
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
-SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part that contrasts with the surface
-HIGHLIGHT = _LIGHT["highlight"]  # the colour of the things that a figure points at
-HEAVY = 26_000  # bytes; larger notebook figures are not sharpened
+SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of the map that contrasts with the surface
+HIGHLIGHT = _LIGHT["highlight"]  # the colour of things that a figure emphasises
+HEAVY = 26_000  # bytes; larger notebook figures get half the resolution
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
@@ -63,12 +63,12 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
 
 
 def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
-    """Return a figure as data and metadata of a notebook's output: alt text,
-    and its width on the page.
+    """Return a figure as data and metadata of a notebook's output; the metadata is the alt text
+    and the width on the page.
 
-    The figure is a JPEG (photographs) or a PNG of few colours (drawings), whichever is smaller. A
-    figure has twice the pixels of its size on the page, or the pixels of that size if it would
-    otherwise exceed `heavy` bytes.
+    The data is a JPEG or a PNG with a small palette, whichever is smaller.
+    Its resolution is twice that of the page, or the page's if it would otherwise exceed
+    `heavy` bytes.
     """
     sharp = _rendered(figure, 2 * figure.dpi)
     for times, quality in ((2, 55), (1, 72)):
@@ -85,7 +85,7 @@ def describe_figure(figure: Figure) -> str:
     """Describe a figure in words, for readers who do not see it: its label, or titles,
     axes and legends by panel.
 
-    `figure.set_label` sets a better sentence if there is one.
+    Call `figure.set_label` to set a better sentence.
     """
     if label := str(figure.get_label()):
         return label
@@ -109,7 +109,7 @@ def png_of(figure: Figure) -> bytes:
 
 def _rendered(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
-    as_is = {"compress_level": 0}  # the PNG is only decoded again, so speed matters
+    as_is = {"compress_level": 0}  # the PNG is decoded at once, so speed matters
     figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, pil_kwargs=as_is)
     return Image.open(buffer).convert("RGB")
 
@@ -131,7 +131,7 @@ def headed(title: str, report: str) -> str:
 
 
 def centered(ax: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    """Write a text around (x, y)."""
+    """Write a text centred at (x, y)."""
     ax.text(x, y, text, ha="center", va="center", **style)
 
 
@@ -149,7 +149,7 @@ def variables(*names: str) -> str:
 
 
 def filled(template: Path, **parts: str) -> str:
-    """Return an HTML file with each `{{name}}` replaced."""
+    """Return an HTML template with each `{{name}}` replaced by its part."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template.read_text(encoding="utf-8"))
 
 

@@ -26,7 +26,7 @@ from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
 from refvl.viz.windows import sequence_colors
 
 WIDE, NARROW = 360, 170  # the largest width of a drawing in page pixels, alone and next to another one
-NUMBERED = 64  # a drawing with more cells has no numbers in its cells
+NUMBERED = 64  # the most cells into which numbers are written
 SHOWN_FRAMES = 6
 HEAT_ROWS, HEAT_COLUMNS = 48, 120
 
@@ -35,7 +35,7 @@ def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] =
     """Return a tensor's name, shape, type and numbers, with a drawing.
 
     Cumulative lengths are drawn as segments, and a permutation as an order (on the grid of `merged`
-    (t, h, w) tokens, if the numbers match). Other tensors are drawn as a heat map.
+    (t, h, w) tokens, if the sizes match). Any other tensor is drawn as a heat map.
     """
     x = x.detach().cpu()
     caption = facts(name, x)
@@ -59,7 +59,7 @@ def facts(name: str, x: Tensor) -> str:
 
 
 def in_numbers(x: Tensor) -> str:
-    """Return the first integers, or the range of other numbers."""
+    """Return the first integers, the range of floats, or the count of true flags."""
     if x.numel() == 0:
         return "empty"
     if x.dtype == torch.bool:
@@ -76,12 +76,12 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def is_permutation(x: Tensor) -> bool:
-    """Return whether a tensor contains each of 0 ... n - 1 once."""
+    """Return whether a tensor contains each of 0 ... n - 1 exactly once."""
     return _is_whole(x) and torch.equal(x.cpu().sort().values.long(), torch.arange(len(x)))
 
 
 def are_inverse(one: Tensor, other: Tensor) -> bool:
-    """Return whether a tensor undoes a permutation."""
+    """Return whether `other` is the permutation that undoes `one`."""
     return is_permutation(other) and one.shape == other.shape and torch.equal(invert_permutation(one), other.long())
 
 
@@ -103,7 +103,7 @@ def _segments(lengths: Tensor, name: str) -> str:
 
 
 def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> str:
-    """Draw a permutation: each cell of the grid has its index in the order."""
+    """Draw a permutation: each cell of the grid shows its token's index in the order."""
     places = invert_permutation(order.long())
     fits = [thw for thw in merged if thw[0] * thw[1] * thw[2] == len(order)]
     if not fits or len(order) > 4 * NUMBERED:
@@ -162,8 +162,8 @@ def picture(pixels: np.ndarray, alt: str, *, width: int | None = None, height: i
 
 
 def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
-    """Return rows (N, 3 * frames * P * P) as (N, P, P, 3) uint8,
-    the first frame stretched to 0 ... 255; else None.
+    """Return the first frame of patch rows (N, 3 * frames * P * P) as (N, P, P, 3) uint8,
+    stretched to 0 ... 255; None for rows of a different size.
     """
     for frames in (1, 2):
         side = isqrt(rows_NK.shape[1] // (3 * frames))
@@ -200,9 +200,9 @@ def address(pixels: np.ndarray) -> str:
 
 
 def svg(kind: str, label: str, width: int, height: int, inside: str) -> str:
-    """Return a drawing with words for readers who do not see it.
+    """Return an SVG with a label for readers who do not see it.
 
-    kind: its class in the style sheet.
+    kind: the class in the style sheet.
     """
     size = f'viewBox="0 0 {width} {height}" width="{min(width, WIDE)}"'
     return f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}" {size}>{inside}</svg>'
@@ -218,5 +218,5 @@ def small(image: Image.Image, side: int) -> np.ndarray:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of 0 ... count - 1, evenly spaced."""
+    """Return at most `most` evenly spaced integers from 0 to count - 1."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()

@@ -1,4 +1,4 @@
-"""The time of each stage of a run, and how it grows; the measurements are those of `benchmarks/`.
+"""The time of each stage of a run, and how it grows; the measurements come from `benchmarks/`.
 
 plot_stage_timings  one bar per stage of a trace
 plot_stage_shares   one bar per question, its stages end to end
@@ -37,7 +37,7 @@ def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:
 
 
 def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw a bar per question with its stages. rows: `what`, and the `seconds` of each stage."""
+    """Draw a bar per question with its stages. rows: a label `what`, and `seconds` by stage."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(rows) + 1.6))
     stage_bars(ax, {row["what"]: row["seconds"] for row in rows}, title="stages of an answer")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
@@ -45,7 +45,7 @@ def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axe
 
 
 def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw curves on logarithmic axes, where the slope is the exponent.
+    """Draw cost curves on logarithmic axes; the slope of a curve is its exponent.
 
     rows: the rows of one measurement, with the same `x`.
     """
@@ -60,7 +60,7 @@ def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes
 
 
 def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
-    """Draw a roofline.
+    """Draw towers below a machine's roofline.
 
     measured: the `peaks` of a machine and its `towers`; each tower has `operations`, `bytes` and a
     time per dtype. In float32, the faster kernel of linear layers is shown.
@@ -86,11 +86,11 @@ def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """Draw estimates.
+    """Draw estimated times of a tower on a GPU.
 
     rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
 
-    Products and traffic follow each other on the device; launches run in parallel, on the host.
+    Products and traffic follow each other on the device; launches run in parallel on the host.
     """
     ax = axes_or_new(ax, figsize=(8, 3.8))
     places, width = np.arange(len(rows)), 0.38

@@ -50,7 +50,7 @@ def plot_windows(
 
 
 def segment_numbers(cu_seqlens: Tensor) -> Tensor:
-    """Return the segment of each token, from (segments + 1,) cumulative lengths."""
+    """Return the index of each token's segment, from (segments + 1,) cumulative lengths."""
     return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff().long().cpu())
 
 
@@ -74,11 +74,11 @@ def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float
 def plot_window_permutation(
     window_index: Tensor, cu_window_seqlens: Tensor, *, spatial_merge_size: int = 2, ax: Axes | None = None
 ) -> Axes:
-    """Draw row-major order above window order, with a line for each merged token; for up to about 50 tokens.
+    """Draw row-major order above window order, with a line for each of up to about 50 merged tokens.
 
     window_index (M,), cu_window_seqlens (W + 1,) in patches: the result of `get_window_index`. The
-    borders between the windows show their cumulative lengths. Raises ValueError for an index of a
-    shape other than (M,).
+    cumulative lengths are written at the borders between windows. Raises ValueError for an index of
+    any other shape.
     """
     check_shape(window_index, ("M",), "window_index")
     count, block = len(window_index), spatial_merge_size**2

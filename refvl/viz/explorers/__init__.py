@@ -1,7 +1,7 @@
 """Explorers: Python computes a table, and a plain ES module draws it,
 in Jupyter or on a page without a kernel.
 
-Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` are the example:
+Writing an explorer called NAME takes five steps; `windows.py` and `windows.js` are an example:
 
 1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers that refvl's
 functions compute:
@@ -24,18 +24,18 @@ functions compute:
    all combinations of options; the last control changes fastest. If some combinations repeat others or do not exist,
    list the valid ones: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers only the options that are
    valid for the current settings of earlier controls. An explorer that is too large for one dict per state overrides
-   `row(index)` and draws from `shared`. `fill` replaces the table later. The public function is `explore_NAME(...)` in
-   `refvl/viz/explore.py`, which `refvl.viz` imports on first use, so figures do not need anywidget.
+   `row(index)` and draws from `shared`. `fill` can replace the table. The public function is `explore_NAME(...)` in
+   `refvl/viz/explore.py`.
 
 2. `NAME.js`, which looks numbers up and draws them, but computes none; `shared.js` describes the
 helpers.
 
 3. A table in `words.toml`: the page's title, question, explanation, and conclusion.
 
-4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, as a page
-and for the tests.
+4. One line in `gallery.GALLERY`, which builds the explorer from files of the repository, for pages
+and tests.
 
-5. An oracle in `tests/explorer_oracles.py`, unless each entry of a row is one call of refvl.
+5. An oracle in `tests/explorer_oracles.py`, unless each entry of a row is the result of one call.
 
 `explorer.index` (the state), `explorer.options` (its options by name) and `explorer.selected`
 (the item chosen by a click or the arrow keys, -1 for none) contain the reader's latest choices.

@@ -17,7 +17,7 @@ EITHER = "either"  # the name shown if both rules make the same assignment
 
 
 class AssignmentExplorer(Explorer):
-    """The explorer of assignments. Items are the arriving images, in that order."""
+    """The explorer of assignments. Items are the images, in order of arrival."""
 
     _esm = module("assignment")
 

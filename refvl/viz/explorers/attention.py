@@ -27,7 +27,7 @@ LABELS = {"question": "question", "token": "word of the answer", "layer": "layer
 
 
 class AttentionExplorer(WatchedExplorer):
-    """The explorer of attention: the answer's attention to the image, and each patch's attention in the tower, by head.
+    """The explorer of attention: the answer's attention to the image by head, and each patch's attention in the tower.
 
     Items are patches, numbered like the rows of the tower's input.
     """
@@ -130,7 +130,7 @@ def _finder(w: Watched, layer: int) -> int:
 
 
 def _named(head: str | int) -> str:
-    """Return a head as a noun phrase."""
+    """Return a noun phrase for a head."""
     return "the average head" if head == "mean" else f"head {head}"
 
 

@@ -65,8 +65,8 @@ class Control:
     over a list of options.
 
     options: numbers or strings, in order, without repetition. label: the text before the
-    control, with the unit. plays: the text on the button of a player, which names the thing
-    that moves. rare: whether the control is folded away.
+    control, with the unit. plays: the text on the button of a player, which names the
+    change. rare: whether the control is folded away.
     """
 
     name: str
@@ -80,11 +80,10 @@ class Control:
 class Explorer(anywidget.AnyWidget):
     """A table of states and a script that draws it; see `refvl.viz.explorers` for how to write one.
 
-    index: the current state. selected: the item that the reader chose, -1 for none; each subclass
-    defines its items. The reader and Python can set both. Raises ValueError if there is not one row
-    per state, or `start` is not a state. title, asks, terms, action, takeaway: the text of the
-    page, from `words.toml`: a title, a question, an explanation of the terms, something to try, and
-    the conclusion.
+    index: the number of the current state. selected: the item that the reader chose, -1 for none;
+    each subclass defines its items. The reader and Python can set both. Raises ValueError if there
+    is not one row per state, or if `start` is not a state. title, asks, terms, action, takeaway:
+    the texts of the page, from `words.toml`.
     """
 
     title = asks = terms = action = takeaway = "Explorer"
@@ -152,7 +151,7 @@ class Explorer(anywidget.AnyWidget):
         return self._shared
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return the data to draw for the state `index`."""
+        """Return the data to draw for state number `index`."""
         return dict(self._rows[index])
 
     def figure(self) -> Figure:
@@ -160,7 +159,7 @@ class Explorer(anywidget.AnyWidget):
         raise NotImplementedError(f"{type(self).__name__}.figure")
 
     def still(self) -> bytes:
-        """Return the figure as a PNG."""
+        """Return the current figure as a PNG."""
         figure = self.figure()
         picture = png_of(figure)
         plt.close(figure)
@@ -181,8 +180,8 @@ class Explorer(anywidget.AnyWidget):
 
 
 class Packed:
-    """Nested values for the browser: arrays become {"array": number};
-    equal arrays are stored once and compressed.
+    """Nested values for the browser, in which arrays become {"array": number};
+    arrays are compressed, and equal ones are stored once.
     """
 
     def __init__(self):

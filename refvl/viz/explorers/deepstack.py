@@ -20,7 +20,7 @@ from refvl.study.report import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.style import HIGHLIGHT, KEPT
 
-WORDS, NEW_TOKENS = 4, 16  # the number of first words that are drawn; the longest answer
+WORDS, NEW_TOKENS = 4, 16  # the number of first words to draw; the most tokens in an answer
 ALL, NONE = "all features", "no features"
 
 
@@ -35,7 +35,7 @@ class Asked:
 
 
 class DeepstackExplorer(Explorer):
-    """The explorer of a Qwen3-VL model that answers with any of its DeepStack features set to zero.
+    """The explorer of a Qwen3-VL model's answers if any of its DeepStack features are set to zero.
 
     Items are the tokens of the image or video, in reading order.
     """
@@ -64,7 +64,7 @@ class DeepstackExplorer(Explorer):
             "layers": model.language_model.config.num_hidden_layers,
         }  # fmt: skip
         super().__init__(controls, rows, shared=shared, start=(next(iter(questions)), NONE))
-        self.selected = int(shown[0]["norms"][1:].sum(0).argmax())  # the token to which most is added
+        self.selected = int(shown[0]["norms"][1:].sum(0).argmax())  # the token to which features add most
 
     def answer(self, asked: Asked, kept: tuple[bool, ...]) -> tuple[str, Tensor]:
         """Return the answer with only the `kept` features,

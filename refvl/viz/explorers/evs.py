@@ -24,19 +24,19 @@ from refvl.viz.evs import plot_keep_mask
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 
 RATES = [round(0.05 * i, 2) for i in range(20)]
-WORDS = 4  # first words of an answer whose probabilities are drawn
+WORDS = 4  # the number of first words of an answer whose probabilities are drawn
 
 
 class EvsExplorer(Explorer):
     """The explorer of videos at every pruning rate that changes the result.
 
-    Items are tokens, in row-major order.
+    Items are the video's tokens, in row-major order.
     """
 
     _esm = module("evs")
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
-        """clips: videos as returned by `clip_asked` or `clip_of_embeddings`, each with a name."""
+        """Fill the table. clips: results of `clip_asked` or `clip_of_embeddings`, each with a name."""
         self.model = model
         super().__init__(**self._table(clips, q))
         self.selected = self._moved()
@@ -49,7 +49,7 @@ class EvsExplorer(Explorer):
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """Return the last kept token after the first step, which was kept because it changed; 0 if there is none."""
+        """Return the index of the last token that was kept because it changed, after step 0; 0 if there is none."""
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()
@@ -110,7 +110,7 @@ def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
 
 
 def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> dict[str, Any]:
-    """Return a video without a prompt; its positions begin at 0."""
+    """Return the data of a video without a prompt; its positions begin at 0."""
     positions, _ = get_mrope_input_positions(len(embeds_MD), [MediaSpan(0, *merged_thw)])
     rows = {
         rate: _row(keep_M, keep_M, positions) | {"answer": "", "chances": []}
@@ -121,8 +121,8 @@ def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) 
 
 
 def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
-    """Return a video with the answer to one question at every rate,
-    and the probabilities of the first word.
+    """Return the data of a video: the answer to one question at every rate,
+    and the probabilities of its first word.
     """
     [video] = model.processor.decode(model.processor.messages("", (), [clip]))
     full = model.trace(prompt, videos=[video], hidden_states=True)

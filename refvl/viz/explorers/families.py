@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.families import FAMILY_KEYS, FAMILY_MARKS, RACE, plot_family_race
 
-DEVICE = "H100"  # the times are computed for its peak
+DEVICE = "H100"  # the times are computed for its peak rate
 
 
 class FamiliesExplorer(Explorer):

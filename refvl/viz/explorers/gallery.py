@@ -24,9 +24,9 @@ SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # th
 @cache
 def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
     """Load a shipped model that was trained on scenes;
-    that of Qwen2.5-VL has windows and can prune videos.
+    the default has windows and can prune videos.
 
-    It uses torch's linear layers, so the pages are the same on every CPU.
+    The model uses torch's linear layers, so the pages are the same on every CPU.
     """
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 

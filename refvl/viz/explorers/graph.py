@@ -23,7 +23,7 @@ from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
 START = "window_index"  # the initial stale buffer: if it is stale, tokens are in the wrong order
-LEAST, MOST = 1e-3, 10.0  # the relative errors with the lowest and the highest bar
+LEAST, MOST = 1e-3, 10.0  # the relative errors of the lowest and the highest bar
 
 
 class GraphExplorer(Explorer):
@@ -109,8 +109,8 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
 
 
 def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
-    """Return groups of consecutive operations in one part of the tower or of a block, by name and
-    count; `""` is the tower or the block itself.
+    """Return groups of consecutive operations in one part of a tower or a block: its name and the
+    number of operations; `""` is the tower or the block itself.
     """
     names = {id(part): name for name, part in encoder.named_modules()}
     parts = [names[id(operation.module)].split(".") for operation in operations]
@@ -124,7 +124,7 @@ def _batch(run: Trace) -> tuple[Tensor, object]:
 
 
 def _levels(errors: Sequence[float]) -> np.ndarray:
-    """Return errors on a logarithmic scale: 0 for none, 1 for up to LEAST, 255 for MOST and more."""
+    """Return errors as logarithmic levels: 0 for no error, 1 up to LEAST, 255 from MOST on."""
     values = np.nan_to_num(np.array(errors), nan=MOST, posinf=MOST)
     steps = 1 + 254 * np.log(values.clip(LEAST, MOST) / LEAST) / np.log(MOST / LEAST)
     return np.where(values > 0, steps, 0).astype(np.uint8)

@@ -16,7 +16,7 @@ SECTIONS = {  # rotary pairs of t, h and w, and whether they are interleaved
     "Qwen3-VL: 24, 20, 20 interleaved": ((24, 20, 20), True),
     "GLM-4.1V: 8, 12, 12 contiguous": ((8, 12, 12), False),
 }
-EXTENT = {"t": 9, "h": 13, "w": 13}  # the range of the key
+EXTENT = {"t": 9, "h": 13, "w": 13}  # the number of positions of the key
 QUERY = {"t": 4, "h": 6, "w": 6}
 
 
@@ -25,8 +25,8 @@ class MropeExplorer(Explorer):
 
     Query and key are the same vector, so their score depends only on their positions.
 
-    The query is fixed; the key moves. Items are rotary pairs, the fastest first. The score is 1 if
-    no pair is rotated.
+    The query is fixed; the key moves. Items are rotary pairs, the fastest first. The score is 1 at
+    equal positions.
     """
 
     _esm = module("mrope")
@@ -52,8 +52,8 @@ class MropeExplorer(Explorer):
         super().__init__(controls, shared=shared, start=start, selected=11)  # the second pair of w
 
     def row(self, index: int) -> dict:
-        """Return axis, cos and sin (pairs,) of the key's pairs, each axis's share of the score,
-        and the score.
+        """Return axis, cos and sin (pairs,) of the key's pairs, the contribution of each axis to
+        the score, and the score.
         """
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)

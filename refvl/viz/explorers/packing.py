@@ -37,7 +37,7 @@ def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
 class PackingExplorer(Explorer):
     """The explorer of packing.
 
-    Items are images in order of arrival. The largest of `budgets` are captured.
+    Items are images in order of arrival. A control sets how many `budgets` are captured.
     """
 
     _esm = module("packing")
@@ -65,7 +65,7 @@ class PackingExplorer(Explorer):
         super().__init__(controls, rows, shared=shared, start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:
-        """Return the batches: the images that share each replay."""
+        """Return the batches of a state: the images that share each replay."""
         name, graphs, arrived, policy = state
         return plan_batches(
             self.arrivals[name][:arrived], self.budgets[-graphs:], self.max_items,
@@ -90,8 +90,8 @@ class PackingExplorer(Explorer):
         }
 
     def _middle(self, rows: Mapping) -> tuple:
-        """Return the initial state: all graphs but one, some images still to come,
-        and policies that differ.
+        """Return the initial state, in which one graph is missing, some images are still to come,
+        and the policies differ.
         """
         name, graphs = next(iter(self.arrivals)), max(1, len(self.budgets) - 1)
         last = len(self.arrivals[name])

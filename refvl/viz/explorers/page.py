@@ -16,9 +16,9 @@ _IDS = count()
 
 
 def page(*explorers: Explorer, foot: str = "") -> str:
-    """Return the explorers as one HTML file, with a policy against loading anything else.
+    """Return the explorers as one HTML file, with a policy that forbids loading anything else.
 
-    Each of several explorers has a tab. foot: HTML for the end of each explorer.
+    If there are several explorers, each has a tab. foot: HTML for the end of each explorer.
     """
     first, tabs = explorers[0], len(explorers) > 1
     views = "".join(_view(explorer, number, foot, tabs) for number, explorer in enumerate(explorers))
@@ -53,5 +53,5 @@ def host(entry: Mapping, *, text: str, still: str, keep: bool = False) -> str:
         text=html.escape(text),
         still=still,
         keep=json.dumps(keep),
-        state=content.replace("<", "\\u003c"),  # no "<" could end the script
+        state=content.replace("<", "\\u003c"),  # because "<" could end the script
     )

@@ -1,5 +1,5 @@
-"""Positions: a real prompt with an image and a video, its three rows of positions,
-and those of released software.
+"""Positions: a real prompt with an image and a video, its positions on three axes,
+and the positions in released software.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,10 +114,10 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """Return our row, one for the rule of plain text, and one for each convention that differs
-        from ours; if several agree, only the first.
+        """Return refvl's row, a row for the rule of plain text, and a row for each convention that
+        differs; if several conventions agree, only the first.
 
-        All other conventions are about videos without text between the frames. If text separates frames,
+        All these conventions are about videos without text between the frames. If text separates frames,
         vLLM continues after the largest position, as we do.
         """
         count = len(prompt.ids)
@@ -172,7 +172,7 @@ def _pixels(size: tuple[int, int], processor: ChatProcessor) -> tuple[int, int]:
 
 
 def _places(prompt: Prompt) -> dict[str, Tensor]:
-    """Return kinds (L,), 0 text, 1 image, 2 video; places (L, 3), step, row and column;
+    """Return kinds (L,): 0 text, 1 image, 2 video; places (L, 3): step, row and column; and
     the item's extents (L, 3).
     """
     count = len(prompt.ids)

@@ -22,16 +22,16 @@ from refvl.viz.minicpmv import plot_slices
 from refvl.viz.step3_vl import plot_crops
 
 SHAPES = ((1, 2), (1, 1), (3, 2), (2, 1), (3, 1))  # width : height
-STEP, LONGEST = 8, 4096  # px: the sizes that are tried
+STEP, LONGEST = 8, 4096  # px: the step and the end of the sizes that are tried
 
 
 class SlicesExplorer(Explorer):
-    """The explorer of a photo at each size from which MiniCPM-V or Step3-VL cuts it in a new way.
+    """The explorer of a photo at each size from which MiniCPM-V or Step3-VL cuts it differently.
 
     Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by
-    a whole factor. Its queries read the photo, scaled down by that factor and cut the same way. For
-    `question`, the model cuts at most as many slices as its own config allows. After the queries
-    come MiniCPM-V's overview and slices, and Step3-VL's overview and crops.
+    a whole factor. Its queries read the photo, scaled down by that factor and cut the same way. To
+    answer `question`, the model cuts at most as many slices as its own config allows. The items
+    after the queries are MiniCPM-V's overview and slices, and Step3-VL's overview and crops.
     """
 
     _esm = module("slices")
@@ -83,7 +83,7 @@ class SlicesExplorer(Explorer):
         """Return each query's attention to every patch of the overview and the slices,
         and the model's answer.
 
-        heat: (slices, queries, h, w) the mean over heads in 255 steps of the largest value.
+        The heat, (slices, queries, h, w), is the mean over heads in 255 steps of the largest value.
         """
         assert self.model is not None
         config = self.model.processor.image_config
@@ -123,7 +123,7 @@ class SlicesExplorer(Explorer):
 
 def distinct_sizes(slices: SliceConfig, crops: CropConfig) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Return, for each of `SHAPES`, the sizes (width, height)
-    from which one family cuts the photo differently.
+    from which at least one family cuts the photo differently.
     """
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shape in SHAPES:
@@ -157,6 +157,6 @@ def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]
 
 
 def quantised(heat: Sequence[np.ndarray]) -> np.ndarray:
-    """Quantise the shares of one state to 255 steps of the largest."""
+    """Quantise the shares of one state to 255 steps of the largest share."""
     stacked = np.stack(heat)
     return np.round(255 * stacked / stacked.max()).astype(np.uint8)

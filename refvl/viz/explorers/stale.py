@@ -30,8 +30,8 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replay `batch` once per stale buffer, which still holds `before`; return results by name ("":
-    none is stale).
+    """Replay `batch` once for each buffer, in which `before` is left; return results by the
+    stale buffer's name ("": none).
 
     captured: a recording of the trace backend. before, batch: two batches, each a pair (patch rows,
     plan). An error is the norm of the difference relative to the correct result; for integers and

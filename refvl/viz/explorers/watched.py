@@ -50,8 +50,8 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The first patch of the token that the first new token attends to most in the last
-        layer.
+        """The index of the first patch of the image token to which the first new token attends most
+        in the last layer.
         """
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
@@ -88,7 +88,7 @@ class WatchedExplorer(Explorer):
 
     @property
     def first_patch(self) -> int:
-        """The initially selected patch."""
+        """The index of the initially selected patch."""
         return self.first.looked_at_most
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def word_of(model, token: int) -> str:
 
 
 def dense(segments: list[SegmentAttention]) -> Tensor:
-    """Return a block's segments as (H, N, N), zero between patches of different segments."""
+    """Return a block's attention weights, (H, N, N), which are zero between different segments."""
     count = sum(len(rows) for rows, _ in segments)
     weights_HNN = torch.zeros(len(segments[0].weights), count, count, device=segments[0].weights.device)
     for rows, weights in segments:
@@ -133,5 +133,5 @@ def mean_first(weights: Tensor) -> Tensor:
 
 
 def in_steps(shares: Tensor, steps: int = COARSE) -> np.ndarray:
-    """Return shares of 0 to 1 as integers of 0 to `steps`."""
+    """Return shares from 0 to 1 as integers from 0 to `steps`."""
     return (shares * steps).round().int().numpy(force=True)

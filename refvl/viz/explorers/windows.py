@@ -1,5 +1,5 @@
 """Patches and windows: the patches of an image, their windows, the permutation,
-and their rotary angles.
+and the rotary angles of the patches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ HEAD_DIM = 80  # as in the released tower: rows rotate 20 pairs, and columns rot
 class WindowsExplorer(Explorer):
     """Patches, merge blocks and windows of images, at every grid of a budget up to `max_tokens`.
 
-    Items are patches, numbered like the rows of the tower's input; budgets are the smallest for
-    each grid.
+    Items are patches, numbered like the rows of the tower's input. Each budget is the smallest that
+    gives its grid.
     """
 
     _esm = module("windows")
@@ -104,7 +104,7 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
 
 
 def _inside(row: dict, share: float) -> int:
-    """Return the patch at the fraction `share` of both the width and the height."""
+    """Return the index of the patch at the fraction `share` of both the width and the height."""
     rows, columns = row["grid"]
     distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
     return int(distances.argmin())

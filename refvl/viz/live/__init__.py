@@ -26,8 +26,8 @@ def live(checkpoint: str = "tiny-qwen2_5_vl"):
 
     Needs anywidget.
 
-    checkpoint: "tiny-qwen2_5_vl" or "tiny-qwen3_vl". The kernel sends the page when it is shown, so
-    a saved notebook does not contain it. Raises ValueError for other checkpoints.
+    checkpoint: "tiny-qwen2_5_vl" or "tiny-qwen3_vl". The kernel sends the page on display, so a
+    saved notebook does not contain the page. Raises ValueError for other checkpoints.
     """
     from refvl.viz.live.widget import LivePage
 

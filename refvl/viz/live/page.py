@@ -33,12 +33,12 @@ from refvl.viz.style import THEMES, filled, variables
 FOLDER = Path(__file__).parent
 SIDE = 84  # px of a painted scene
 LIVE = {"tiny-qwen2_5_vl": "Qwen2.5-VL", "tiny-qwen3_vl": "Qwen3-VL"}  # checkpoints with a page, and their families
-STILL = DATA / "figures" / "live.png"  # the opening; written by tests/browser/test_live_page.py
+STILL = DATA / "figures" / "live.png"  # the initial view; written by tests/browser/test_live_page.py
 BITES = DATA / "measurements" / "live_bites.json"  # written by tests/viz/test_live.py
 ALT = "The same scene twice, the same weights: intact, the model says top right; with h and w exchanged, bottom left"
 PHOTOS = {"coffee": "a cup of coffee", "chelsea": "a cat", "rocket": "a rocket", "astronaut": "an astronaut"}
-PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # as `model.js` names tensors
-SITE = {"tiny-qwen2_5_vl": "live.html", "tiny-qwen3_vl": "live-qwen3_vl.html"}  # their pages in `make site`
+PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # to the names in `model.js`
+SITE = {"tiny-qwen2_5_vl": "live.html", "tiny-qwen3_vl": "live-qwen3_vl.html"}  # the checkpoints' pages
 SIZES = (  # settings that `model.js` reads
     "hidden_size", "num_heads", "depth", "fullatt_block_indexes", "window_size", "num_position_embeddings",
     "deepstack_visual_indexes", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
@@ -48,10 +48,10 @@ IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./(\w+)\.js";\n', re.M)
 
 
 def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping[str, str] | None = None) -> str:
-    """Return the live page of a checkpoint as one HTML file that loads nothing.
+    """Return the live page of a checkpoint as one HTML file.
 
     checkpoint: a key of `LIVE`. index: the address of a page to go back to. links: the addresses of
-    the other checkpoints' pages. Raises ValueError for a checkpoint that is not in `LIVE`.
+    the other checkpoints' pages. Raises ValueError for other checkpoints.
     """
     folder = DATA / "checkpoints" / check_checkpoint(checkpoint)
     weights, meta = packed(folder)
@@ -74,14 +74,14 @@ def page(checkpoint: str = "tiny-qwen2_5_vl", *, index: str = "", links: Mapping
 
 
 def check_checkpoint(checkpoint: str) -> str:
-    """Return the name of a checkpoint that has a page; raise the errors of `page` otherwise."""
+    """Return the name of a checkpoint that has a page; raise ValueError for any other."""
     if checkpoint not in LIVE:
         raise ValueError(f"checkpoint: expected one of {', '.join(LIVE)}, got {checkpoint!r}")
     return checkpoint
 
 
 def source(*names: str) -> str:
-    """Return modules as one script, with every module that they import, directly or not, before its first use."""
+    """Return modules as one script, in which every imported module, even an indirect one, precedes its first use."""
     written = dict[str, str]()
 
     def write(module: str) -> None:
@@ -112,7 +112,7 @@ def bites(checkpoint: str) -> dict[str, Any]:
 def packed(folder: Path, *, quantized: bool = True) -> tuple[bytes, dict[str, list[int]]]:
     """Return all tensors as bytes, and a table {name: [offset, is int8, rows, values per row]}.
 
-    Matrices become int8 with a float32 scale per row (or stay float32, unless `quantized`); vectors
+    Matrices become int8 with a float32 scale per row, or float32 if `quantized` is False; vectors
     are float32.
     """
     from safetensors.torch import load_file
@@ -169,13 +169,13 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def _sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `SIZES`."""
+    """Return the settings that `SIZES` names."""
     return {name: value for name, value in config.items() if name in SIZES}
 
 
 def prompt(processor: Any, kind: str, medium: Any) -> dict[str, Any]:
     """Return the prompt's ids around the placeholders and around the question,
-    with the placeholder and its count.
+    and the placeholder's id and count.
     """
     messages = processor.messages("?", [medium] * (kind == "image"), [medium] * (kind == "video"))
     [patches] = processor.patchify(processor.decode(messages))

@@ -9,8 +9,8 @@ from refvl.viz.live.page import ALT, FOLDER, LIVE, STILL, check_checkpoint, page
 
 
 class LivePage(anywidget.AnyWidget):
-    """The live page of `checkpoint`; a saved notebook contains its name and a still image,
-    not its weights.
+    """The live page of `checkpoint`; a saved notebook contains the checkpoint's name and
+    a still image, but no weights.
     """
 
     _esm = (FOLDER / "widget.js").read_text(encoding="utf-8")
