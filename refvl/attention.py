@@ -1,15 +1,16 @@
 """Variable-length attention with a choice of explicit backends.
 
-The encoder concatenates all segments (windows, or whole frames) into one sequence; `cu_seqlens` marks the start of
-each segment. Each token attends only within its own segment. Queries and keys have the same segments in
-self-attention, but not in the resampler's cross-attention. Only the last backend builds a mask:
+The encoder concatenates all segments (windows, or whole frames) into one sequence; `cu_seqlens`
+marks the start of each segment. Each token attends only within its own segment. Queries and
+keys have the same segments in self-attention, but not in the resampler's cross-attention. Only
+the last backend builds a mask:
 
 - `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
 - `sdpa`:   every device and dtype; segments of equal length form one batch, with one SDPA call per distinct length
 - `masked`: every device and dtype; its shapes follow from sizes, so captured graphs use it if varlen cannot run
 
-Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K head dimension. A group has
-G segments with S queries and T keys each.
+Shape suffixes: M queries and N keys over all segments (equal in self-attention), H heads, K
+head dimension. A group has G segments with S queries and T keys each.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of it
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` are always included.
 
-    The kernel behind `varlen` needs Ampere or later (it does not run on a T4 or V100), and a head dimension that is a
-    multiple of 8 and at most 256.
+    The kernel behind `varlen` needs Ampere or later (it does not run on a T4 or V100), and a
+    head dimension that is a multiple of 8 and at most 256.
     """
     has_kernel = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
     return ["varlen"] * has_kernel + ["sdpa", "masked"]
@@ -66,7 +67,8 @@ def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 6
 def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Group segments of equal length into one (G, S) int64 tensor of token indices per distinct length S.
 
-    Empty segments are omitted. The function copies `cu_seqlens` (segments + 1,) to the host, so it belongs in `plan`.
+    Empty segments are omitted. The function copies `cu_seqlens` (segments + 1,) to the host, so
+    it belongs in `plan`.
     """
     starts = cu_seqlens.cpu().numpy()
     lengths = np.diff(starts)
@@ -136,14 +138,14 @@ def varlen_attention(
     check_shape(k_NHK, q_NHK.shape, "k_NHK")
     check_shape(v_NHK, k_NHK.shape, "v_NHK")
     segments = Segments(cu_seqlens, None if groups is None else tuple(groups), max_seqlen)
-    out_NHK = segments.attend(q_NHK, k_NHK, v_NHK, backend).view(q_NHK.shape)
-    return zero_padding(out_NHK, cu_seqlens, backend)
+    return zero_padding(segments.attend(q_NHK, k_NHK, v_NHK, backend).view(q_NHK.shape), cu_seqlens, backend)
 
 
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     """Zero the rows after the last segment, because the varlen kernel does not write them.
 
-    Encoders skip this step, which would add four kernels to every layer, because nothing reads these rows.
+    Encoders skip this step, which would add four kernels to every layer, because nothing reads
+    these rows.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -153,7 +155,8 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
     """Compute attention with the given backend for checked shapes. groups: index pairs, which only `sdpa` reads.
 
-    The backend may also be your own function of q, k, v and the segment lengths (see `refvl.study.stages`).
+    The backend may also be your own function of q, k, v and the segment lengths (see
+    `refvl.study.stages`).
     """
     if len(cu_seqlens_q) < 2:  # the kernels do not accept inputs without segments
         return torch.zeros_like(q_MHK)
@@ -199,10 +202,11 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
 def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Attend with one M x N mask; a graph can capture this, because all shapes follow from M, N and the segment count.
 
-    A masked key has weight zero, but zero times nan is nan. A key and its value are therefore zeroed first if they
-    are padding or invalid (not finite, or too large to multiply). Afterwards, the output of a query becomes nan if
-    the query is not finite or attends to an invalid key, so an item that overflows affects only itself. Padding
-    queries attend to every key, because a softmax over no keys would be nan; their outputs are zeroed at the end.
+    A masked key has weight zero, but zero times nan is nan. A key and its value are therefore
+    zeroed first if they are padding or invalid (not finite, or too large to multiply).
+    Afterwards, the output of a query becomes nan if the query is not finite or attends to an
+    invalid key, so an item that overflows affects only itself. Padding queries attend to every
+    key, because a softmax over no keys would be nan; their outputs are zeroed at the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))

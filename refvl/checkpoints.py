@@ -44,8 +44,9 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
     weights=False downloads only configs and the tokenizer. hub: arguments of
     `huggingface_hub.snapshot_download` (`revision`, `cache_dir`, `token`, `local_files_only`).
-    Raises FileNotFoundError if the path does not exist or contains no config.json. Raises ValueError
-    if a revision is given for a local folder, or if a JSON file does not contain an object.
+    Raises FileNotFoundError if the path does not exist or contains no config.json. Raises
+    ValueError if a revision is given for a local folder, or if a JSON file does not contain an
+    object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):

@@ -197,7 +197,8 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 def as_sequence(values, name: str, of: str = "") -> Sequence:
     """Return `values` as a sequence, with tensors converted to lists; strings do not count as sequences.
 
-    Raises TypeError, naming `name`, for other values. of: the items in the message, such as " of (t, h, w)".
+    Raises TypeError, naming `name`, for other values. of: the items in the message, such as "
+    of (t, h, w)".
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):

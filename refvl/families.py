@@ -159,8 +159,8 @@ def find_family(config: PretrainedConfig | dict) -> Family:
 def minicpmv_version(values: dict) -> str:
     """Return the version of a MiniCPM-V config.json: the version it names, or else the version that its sizes imply.
 
-    The configs of the first two releases name no version. A width of 2304 with 64 queries per slice implies 2.0; any
-    other sizes imply 2.5.
+    The configs of the first two releases name no version. A width of 2304 with 64 queries per
+    slice implies 2.0; any other sizes imply 2.5.
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)

@@ -147,7 +147,8 @@ def load(
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
     """Return the checkpoint's folder (None for a config alone), and the folder of the processor's files, or None.
 
-    The processor's files are next to config.json; those of a config NAME.json are in the folder NAME.
+    The processor's files are next to config.json; those of a config NAME.json are in the folder
+    NAME.
     """
     if not isinstance(path_or_id, (str, Path)):
         return None, None
@@ -281,8 +282,8 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
     """Build the tower on `device` with uninitialised weights, which take no memory on `meta`.
 
-    stored: the number of the tower's values in the checkpoint. Raises ValueError, before memory is allocated, if the
-    tower would have more than twice as many.
+    stored: the number of the tower's values in the checkpoint. Raises ValueError, before memory
+    is allocated, if the tower would have more than twice as many.
     """
     with torch.device("meta"):
         encoder = families.find_family(config).encoder.from_config(config, attention=attention)
@@ -321,7 +322,8 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> Any:
     """Capture the encoder in graphs.
 
-    If the largest image that the model accepts is small, as in tiny models, it determines the smallest budget.
+    If the largest image that the model accepts is small, as in tiny models, it determines the
+    smallest budget.
     """
     from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
     from refvl.serving.options import check_runnable

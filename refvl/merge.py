@@ -1,7 +1,7 @@
 """Merge embeddings into the prompt: find the tokens that each media item fills, and replace them with its embeddings.
 
-Placeholder tokens mark the locations of media. If a prompt's placeholders do not match the layouts exactly, an error
-is raised, so no image is ever shifted.
+Placeholder tokens mark the locations of media. If a prompt's placeholders do not match the
+layouts exactly, an error is raised, so no image is ever shifted.
 """
 
 from collections.abc import Sequence
@@ -58,10 +58,11 @@ class FramewiseMedia(MediaTokens):
 def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids: dict[str, int]) -> list[MediaSpan]:
     """Find each media item in an expanded prompt (L,), in the order of `media`; return one span per run.
 
-    Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
-    end in text. The error is also raised if two runs of one item are adjacent: because text always separates frames and
-    crops, the lengths or the order of such a prompt do not match the media.
+    Media of one kind fill the placeholders of that kind in order; kinds may alternate in the
+    prompt. Raises ValueError if a run of placeholders is shorter than its item, if placeholders
+    or media are left over, or if the prompt does not end in text. The error is also raised if
+    two runs of one item are adjacent: because text always separates frames and crops, the
+    lengths or the order of such a prompt do not match the media.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():

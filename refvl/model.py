@@ -1,7 +1,8 @@
 """The public class `VLM`, which `refvl.load` returns: it adds all other methods to the path of
 `refvl.pipeline`.
 
-Each method is short and imports its folder only when called, so a plain answer needs only the stages.
+Each method is short and imports its folder only when called, so a plain answer needs only the
+stages.
 
 chat, trace               one question; `trace` keeps the result of every stage (study/watch.py)
 chat_batch, answer_each   many questions, decoded together (serving/batches.py)
@@ -121,8 +122,9 @@ class VLM(Pipeline):
     def chat_batch(self, requests: Sequence[dict], **options) -> list[str]:
         """Answer independent requests in order, as many at a time as fit (`refvl.serving.batches.chat_batch`).
 
-        requests: one dict per request, with the arguments `prompt`, `images` and `videos` of `chat`. options: default
-        arguments of `chat` for all requests, and those of `refvl.serving.batches.chat_batch`.
+        requests: one dict per request, with the arguments `prompt`, `images` and `videos` of
+        `chat`. options: default arguments of `chat` for all requests, and those of
+        `refvl.serving.batches.chat_batch`.
         """
         from refvl.serving import batches
 
@@ -163,8 +165,8 @@ class VLM(Pipeline):
     def with_stages(self, **functions: Callable) -> "VLM":
         """Return a Qwen2.5-VL that shares this model's weights but runs your functions in place of the library's.
 
-        functions: `target_size`, `patch_rows`, `window_index`, `rotate`, `attend`, `fold`, `mrope`, `evs` or `replay`,
-        with the signatures of `refvl.study.stages.Stages`.
+        functions: `target_size`, `patch_rows`, `window_index`, `rotate`, `attend`, `fold`,
+        `mrope`, `evs` or `replay`, with the signatures of `refvl.study.stages.Stages`.
         """
         from refvl.study import stages
 

@@ -9,7 +9,8 @@ merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to the tokens that are kept
 prefill, decode   language/          embeddings + positions -> token ids -> text
 
-`refvl.load` returns a `VLM` (model.py), whose `chat` makes these two calls; its other methods build on them.
+`refvl.load` returns a `VLM` (model.py), whose `chat` makes these two calls; its other methods
+build on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +90,8 @@ class Pipeline:
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
         """Encode patch rows, with graphs if any were captured; set the trace's plans and `embeds`, (M, W) per item.
 
-        rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item. Raises
-        ValueError, naming the item, for embeddings that are not finite.
+        rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one
+        per item. Raises ValueError, naming the item, for embeddings that are not finite.
         """
         graphs = self.graphs if rows else None
         with trace.stage("plan"):
@@ -108,8 +109,8 @@ class Pipeline:
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
         """Embed the text, replace the placeholders with the media's rows, and drop the pruned tokens.
 
-        ids_L: the token ids of the prompt, (L,). Raises ValueError if placeholders or rows do not match, or if the
-        prompt exceeds the context.
+        ids_L: the token ids of the prompt, (L,). Raises ValueError if placeholders or rows do
+        not match, or if the prompt exceeds the context.
         """
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
@@ -140,8 +141,8 @@ class Pipeline:
     def decode(self, traces: Sequence[Any], max_new_tokens: int | None, **options) -> GenerateOutput:
         """Return transformers' output, whose `sequences` (B, new) continue prepared prompts, padded on the left.
 
-        options: the options of transformers' `generate`. If they contain `past_key_values`, this cache holds all
-        tokens of the prompt except the last.
+        options: the options of transformers' `generate`. If they contain `past_key_values`,
+        this cache holds all tokens of the prompt except the last.
         """
         text = self.language_model
         pad_id = text.generation_config.pad_token_id or 0
@@ -167,7 +168,8 @@ class Pipeline:
         """Return the embeddings of each item, (M, W), images first. Large inputs run in
         several forward passes, with a progress bar.
 
-        W is the language model's width D, or D * (1 + k) if the model also accepts k DeepStack features.
+        W is the language model's width D, or D * (1 + k) if the model also accepts k DeepStack
+        features.
         """
         trace = self.record()
         messages = self.processor.messages("", images, videos)

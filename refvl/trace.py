@@ -16,9 +16,9 @@ LATER: Any = None  # a field has this value until its stage has run
 class Record:
     """One run, with the result of every stage.
 
-    L_full is the length of the prompt before pruning, and L the number of tokens that the language model read. D is the
-    language model's width. W is the width of the encoder's rows: D, or D * (1 + k) if the text model also accepts k
-    DeepStack features.
+    L_full is the length of the prompt before pruning, and L the number of tokens that the
+    language model read. D is the language model's width. W is the width of the encoder's rows:
+    D, or D * (1 + k) if the text model also accepts k DeepStack features.
     """
 
     device: torch.device | None = None  # the clock waits for the queued work of this device

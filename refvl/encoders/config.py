@@ -13,7 +13,8 @@ from refvl.encoders.weights import config_values
 class TowerConfig:
     """The base class of the towers' configs, which derives sizes and reads a config.json.
 
-    Fields have the names used in checkpoints; the fields below follow transformers' names for CLIP and SigLIP.
+    Fields have the names used in checkpoints; the fields below follow transformers' names for
+    CLIP and SigLIP.
     """
 
     __slots__ = ()
@@ -42,7 +43,8 @@ class TowerConfig:
     def from_hf(cls, config) -> Self:
         """Build a config from a transformers vision config or a whole model's config, each an object or a dict.
 
-        Unknown keys are ignored. Raises ValueError for an unsupported activation or inconsistent sizes.
+        Unknown keys are ignored. Raises ValueError for an unsupported activation or
+        inconsistent sizes.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

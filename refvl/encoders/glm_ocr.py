@@ -18,9 +18,8 @@ The CPU plans and the device executes: `plan(grid_thw)` computes everything that
 sizes into `GridMetadata`. `forward` neither reads values back nor branches on tensors.
 `GridEncoder` and `Tower` define the input checks, device, backends and weight names.
 
-Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
-dimension.
-Upstream: `GlmOcrVisionModel` (transformers).
+Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language
+width, H heads, K head dimension. Upstream: `GlmOcrVisionModel` (transformers).
 """
 
 from collections import OrderedDict

@@ -88,8 +88,8 @@ class GridEncoder(Tower):
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """Return the normalised grid (t, h, w) of each item.
 
-        Raises ValueError or TypeError for an invalid grid, or for sides that are not multiples of the merge block's
-        side.
+        Raises ValueError or TypeError for an invalid grid, or for sides that are not multiples
+        of the merge block's side.
         """
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
@@ -105,7 +105,8 @@ class GridEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
         """Return metadata large enough for any batch of `max_tokens` output tokens and `max_frames` frames.
 
-        The metadata contains one frame with all patches, which is valid for a warm-up; all other frames are empty.
+        The metadata contains one frame with all patches, which is valid for a warm-up; all
+        other frames are empty.
         """
         m = self.config.spatial_merge_size
         one_frame = self.plan_checked([(1, m, m * max_tokens)])

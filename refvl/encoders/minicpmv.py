@@ -17,10 +17,11 @@ all of them as slices of h x w patches. The layout of an item is a tuple of `Sli
 order of its rows. Each group contains one slice; in 4.5, frames that share a set of queries
 form one group. Each version is a class in this file, never a branch in `forward`.
 
-Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape.
-This encoder concatenates the rows, so its only sizes are the numbers of rows, slices and sets of queries. One graph
-per budget therefore serves every shape. Budgets count tokens; for each token, a graph reserves `patches_per_slice /
-query_num` patch rows. Items that need more rows use a larger budget, or run eagerly (see `plan_batches`).
+Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a
+graph for each shape. This encoder concatenates the rows, so its only sizes are the numbers of
+rows, slices and sets of queries. One graph per budget therefore serves every shape. Budgets
+count tokens; for each token, a graph reserves `patches_per_slice / query_num` patch rows. Items
+that need more rows use a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -146,8 +147,8 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return an item's numbers of (patch rows, output tokens, frames).
 
-        "frames" counts only the frames that share another frame's queries; the number of tokens already limits all
-        other frames.
+        "frames" counts only the frames that share another frame's queries; the number of tokens
+        already limits all other frames.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -189,9 +190,9 @@ class MiniCPMVEncoder(Tower):
     def patches_per_slice(self) -> int:
         """The number of patch rows that a graph reserves for each set of queries.
 
-        A slice has the area of S x S patches, with S = scale_resolution / P, but its sides are rounded to whole
-        patches. Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows are enough for
-        ratios up to 12:1.
+        A slice has the area of S x S patches, with S = scale_resolution / P, but its sides are
+        rounded to whole patches. Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2),
+        so 2 S additional rows are enough for ratios up to 12:1.
         """
         side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side

@@ -12,8 +12,9 @@
        | merger                four concatenated rows -> one
     tokens (N / 16, D)
 
-The flow above shows the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four times as many tokens, and
-its sides are multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
+The flow above shows the mode "16x". The mode "4x" has no vit_merger, so a slice becomes four
+times as many tokens, and its sides are multiples of 2 patches instead of 4. Layouts are
+MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
 
 Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
 Upstream: `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger` (transformers 5.23).
@@ -142,8 +143,9 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:  # type: ignore[override]
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
-        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention` overrides the
-        backend. Raises ValueError if the rows do not match the plan, and TypeError if they are not floats.
+        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        overrides the backend. Raises ValueError if the rows do not match the plan, and
+        TypeError if they are not floats.
         """
         rows_NC, metadata, backend = self.inputs(pixel_values, layouts, metadata, attention)
         segments: Segments = metadata

@@ -8,10 +8,11 @@
        | post_layernorm   LayerNorm
     (N, E)
 
-Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are concatenated,
-and `cu_seqlens` contains the start of each slice. `encode` accepts concatenated slices; `forward` accepts
-and returns the padded form (see `refvl.encoders.slice_layouts`). A patch's index in the table depends only
-on sizes, so the plan contains it; `encode` neither reads values back nor branches on tensors.
+Upstream pads all slices of a batch to the longest one and masks the padding. Here slices are
+concatenated, and `cu_seqlens` contains the start of each slice. `encode` accepts concatenated
+slices; `forward` accepts and returns the padded form (see `refvl.encoders.slice_layouts`). A
+patch's index in the table depends only on sizes, so the plan contains it; `encode` neither
+reads values back nor branches on tensors.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).

@@ -11,12 +11,14 @@
        | [reverse_index]  back to row-major order
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on sizes
-(permutation, positions, segment lengths) into `VisionMetadata`. `forward` neither reads values back nor
-branches on tensors. `GridEncoder` and `Tower` define the input checks, device, backends and weight names.
+The CPU plans and the device executes: `plan(grid_thw)` computes everything that depends on
+sizes (permutation, positions, segment lengths) into `VisionMetadata`. `forward` neither reads
+values back nor branches on tensors. `GridEncoder` and `Tower` define the input checks, device,
+backends and weight names.
 
-Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
-Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
+Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head
+dimension. Upstream: `Qwen2_5_VisionTransformer` (vLLM),
+`Qwen2_5_VisionTransformerPretrainedModel` (transformers).
 """
 
 from collections import OrderedDict

@@ -21,10 +21,10 @@ plan also contains the values sampled from the table, which depend on the grid a
 weights. The attention module is that of Qwen2.5-VL's tower. `GridEncoder` and `Tower` define
 the input checks, device, backends and weight names.
 
-Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
-features, W = D * (1 + k).
-Upstream: `Qwen3_VisionTransformer` (vLLM); `Qwen3VLVisionModel`, `Qwen3VLMoeVisionModel`, `Qwen3_5VisionModel` and
-`Qwen3_5MoeVisionModel` (transformers).
+Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head
+dimension, k DeepStack features, W = D * (1 + k). Upstream: `Qwen3_VisionTransformer` (vLLM);
+`Qwen3VLVisionModel`, `Qwen3VLMoeVisionModel`, `Qwen3_5VisionModel` and `Qwen3_5MoeVisionModel`
+(transformers).
 """
 
 import math
@@ -100,8 +100,9 @@ class Qwen3VLVisionTransformer(GridEncoder):
     def plan_checked(self, grids: Sequence[Grid]) -> TableMetadata:
         """Compute the plan on the CPU, and move it to the tower's device.
 
-        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan` also
-        accepts tensors, and checks the grids. Only the position table is sampled on the tower's device.
+        grids: the (t, h, w) of each item, in patches; images and videos may be mixed. `plan`
+        also accepts tensors, and checks the grids. Only the position table is sampled on the
+        tower's device.
         """
         table, m = self.pos_embed.weight, self.config.spatial_merge_size
         sampled = sample_position_table(table, grids, m, mode="bilinear", align_corners=True)
@@ -163,8 +164,8 @@ class VisionMLP(nn.Module):
 class PatchMerger(nn.Module):
     """A module that folds each m x m block of patches into one token.
 
-    normed: the number of values that are normalised together. The last merger normalises the E values of each patch;
-    the DeepStack mergers normalise the m * m * E values of each block.
+    normed: the number of values that are normalised together. The last merger normalises the E
+    values of each patch; the DeepStack mergers normalise the m * m * E values of each block.
     """
 
     def __init__(self, config: Qwen3VLVisionConfig, *, normed: int):

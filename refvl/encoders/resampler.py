@@ -16,8 +16,8 @@ formula without a size limit, so a grid of 4 x 227, or a frame two hours into a 
 special case. `resample` works on concatenated slices, without padded keys; `forward` accepts
 the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a separate file.
 
-Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
-Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
+Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K
+head dimension. Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ class SetMetadata:
 class ResamplerMetadata(SetMetadata):
     """The metadata of `Resampler2_5`: positions are (N, 2) int32, the row and column of each patch in its slice.
 
-    The frequencies depend only on the width. They are part of the plan, because `.to(torch.bfloat16)` would round a
-    buffer of the module, and `to_empty` would lose it.
+    The frequencies depend only on the width. They are part of the plan, because
+    `.to(torch.bfloat16)` would round a buffer of the module, and `to_empty` would lose it.
     """
 
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
@@ -78,8 +78,8 @@ class Resampler(Tower):
     ):  # fmt: skip
         """Build the modules.
 
-        kv_dim: the width of the rows (default: embed_dim, without a projection). max_size: upstream's initial table
-        size; unused, because positions are computed for any size.
+        kv_dim: the width of the rows (default: embed_dim, without a projection). max_size:
+        upstream's initial table size; unused, because positions are computed for any size.
         """
         super().__init__(None, attention=attention)
         self.num_queries = check_positive_int(num_queries, "num_queries")
@@ -191,7 +191,8 @@ class Resampler4_5(Resampler2_5):
     ) -> TemporalResamplerMetadata:
         """Plan slices whose sizes and times are already checked.
 
-        layouts: the (h, w) of each slice in patches. temporal_ids: one list per group, one id per slice, -1 for none.
+        layouts: the (h, w) of each slice in patches. temporal_ids: one list per group, one id
+        per slice, -1 for none.
         """
         patches = [h * w for h, w in layouts]
         patches_per_set = list[int]()

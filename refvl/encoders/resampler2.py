@@ -62,7 +62,8 @@ class Resampler2(Resampler):
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
         """Resample x (B, L, kv_dim) to (B, Q, D).
 
-        tgt_size: the (h, w) of every slice in patches; None: a square. Raises ValueError unless h * w = L.
+        tgt_size: the (h, w) of every slice in patches; None: a square. Raises ValueError unless
+        h * w = L.
         """
         check_shape(x, ("B", "L", "kv_dim"), "x")
         side = int(x.shape[1] ** 0.5)

@@ -3,8 +3,9 @@
     send_plan     all tensors of a plan in one copy, from one pinned buffer
     send_levels   one byte per pixel value, converted on the GPU by one gather
 
-The host takes about 5 us to launch a kernel, even if the kernel computes little. This file is imported only if a tower
-is on a GPU. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
+The host takes about 5 us to launch a kernel, even if the kernel computes little. This file is
+imported only if a tower is on a GPU. `tests/cuda_sim/test_budgets.py` counts copies and
+kernels.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,8 @@ def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:
 def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return patch rows on a GPU, (N, C*Tp*P*P) in `dtype`, without making the host wait.
 
-    rows: `Levels`, which are normalised on the GPU, or a tensor of normalised rows, which is copied in `dtype`.
+    rows: `Levels`, which are normalised on the GPU, or a tensor of normalised rows, which is
+    copied in `dtype`.
     """
     if isinstance(rows, Tensor):
         rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows

@@ -7,8 +7,8 @@ Encoders never pad, because they concatenate slices. `encode_strips` and `resamp
 upstream's padded form, in which each slice of a batch is padded to the length of the longest slice.
 The padding of inputs is never read, so it may have any values; the padding of results is zero.
 
-Shape suffixes: B slices, L patches of the longest slice, N patches of all slices, C values of a patch, E the tower's
-width, Q queries, D the language model's width.
+Shape suffixes: B slices, L patches of the longest slice, N patches of all slices, C values of a
+patch, E the tower's width, Q queries, D the language model's width.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,10 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     """Return one tuple of `SliceGroup`s per item; a bare (h, w) becomes a group of one slice.
 
-    reads_times: whether the version uses the times of frames. Raises TypeError for values of the wrong
-    type. Raises ValueError for an item or group without slices, for a slice without patches, and for
-    temporal ids that do not cover every slice. If reads_times is False, times also raise ValueError.
+    reads_times: whether the version uses the times of frames. Raises TypeError for values of
+    the wrong type. Raises ValueError for an item or group without slices, for a slice without
+    patches, and for temporal ids that do not cover every slice. If reads_times is False, times
+    also raise ValueError.
     """
     checked = []
     for i, layout in enumerate(as_sequence(layouts, name)):
@@ -59,8 +60,9 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
 def as_temporal_groups(temporal_ids, num_slices: int, name: str = "temporal_ids") -> list[list[int]]:
     """Return one list of ids per group, with -1 in place of None.
 
-    In a flat tensor, each id is a separate group; None means separate slices without times. Raises ValueError for
-    ids that are not integers of at least -1, for an empty group, or for ids that do not cover every slice once.
+    In a flat tensor, each id is a separate group; None means separate slices without times.
+    Raises ValueError for ids that are not integers of at least -1, for an empty group, or for
+    ids that do not cover every slice once.
     """
     if temporal_ids is None:
         return [[NO_TIME]] * num_slices
@@ -77,8 +79,8 @@ def as_temporal_groups(temporal_ids, num_slices: int, name: str = "temporal_ids"
 def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
     """Encode (B, C, P, L * P) strips into (B, L, E); slice b is the first h * w patches of strip b.
 
-    tower: a `NaVitSiglip`. tgt_sizes, position_sizes: (B, 2); see `NaVitSiglip.plan`. Raises ValueError if a strip is
-    too short for its slice.
+    tower: a `NaVitSiglip`. tgt_sizes, position_sizes: (B, 2); see `NaVitSiglip.plan`. Raises
+    ValueError if a strip is too short for its slice.
     """
     P, sizes = tower.config.patch_size, as_sizes(tgt_sizes)
     check_shape(pixel_values, (len(sizes), tower.config.num_channels, P, "L"), "pixel_values")
@@ -93,8 +95,8 @@ def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=No
 def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tensor:
     """Resample (B, L, kv_dim) to (sets, Q, D). resampler: a `Resampler2_5` or a `Resampler4_5`.
 
-    tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], and no other row is read. temporal_ids: see
-    `Resampler4_5.plan`.
+    tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], and no other row is read.
+    temporal_ids: see `Resampler4_5.plan`.
     """
     sizes = as_sizes(tgt_sizes)
     check_shape(x, (len(sizes), "L", "kv_dim"), "x")

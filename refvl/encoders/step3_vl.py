@@ -13,13 +13,15 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes.
-Squares do not attend to each other. `plan(layouts)` computes the indices of the patch rows of each size, and
-all squares of one size run as one stack. The embeddings are returned in the order of the prompt, crops first.
-`paths` contains the two stacks for graphs (`SquarePath`). `Tower` defines device, backends and weight names.
+An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares
+of two sizes. Squares do not attend to each other. `plan(layouts)` computes the indices of the
+patch rows of each size, and all squares of one size run as one stack. The embeddings are
+returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
+(`SquarePath`). `Tower` defines device, backends and weight names.
 
-Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
-H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
+Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D
+language width, H heads, K head dimension. Upstream: `Step3VisionTransformer` and
+`Step3VLForConditionalGeneration` (vLLM).
 """
 
 import math
@@ -77,8 +79,8 @@ class Step3VisionConfig(TowerConfig):
     def from_hf(cls, config, *, understand_projector_stride=None, hidden_size=None, projector_bias=None) -> Self:
         """Build a config from a vision config or a whole model's config: an object, or the dict in `config.json`.
 
-        hidden_size: the width of the language model. Arguments that are None are read from the whole model's config, if
-        that is passed. Unknown keys are ignored.
+        hidden_size: the width of the language model. Arguments that are None are read from the
+        whole model's config, if that is passed. Unknown keys are ignored.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         whole = config_dict(config)
@@ -189,10 +191,11 @@ class Step3VisionEncoder(Tower):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode squares (B, C, S, S) as (B, M, D), or patch rows of images (N, C*P*P) as (M, D), with images in order.
 
-        An image's rows are the patches of its crops in order, then those of the overview, each in row-major
-        order; the image's embeddings have the same order. With patch rows, pass `layouts` to plan in this
-        call, or the `metadata` of an earlier `plan`. `attention` overrides the encoder's backend. Raises
-        ValueError if the rows do not match the plan, and TypeError if they are not floats.
+        An image's rows are the patches of its crops in order, then those of the overview, each
+        in row-major order; the image's embeddings have the same order. With patch rows, pass
+        `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        overrides the encoder's backend. Raises ValueError if the rows do not match the plan,
+        and TypeError if they are not floats.
         """
         if pixel_values.ndim == 4:
             check_pixel_rows(pixel_values, ("B", self.config.num_channels, "S", "S"))
@@ -239,8 +242,8 @@ class Step3VisionEncoder(Tower):
     def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:
         """Build an encoder from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
-        extra: sizes that a vision config lacks (see `Step3VisionConfig.from_hf`). attention: a backend of
-        `refvl.attention`, or "auto" for the best one on the pixels' device.
+        extra: sizes that a vision config lacks (see `Step3VisionConfig.from_hf`). attention: a
+        backend of `refvl.attention`, or "auto" for the best one on the pixels' device.
         """
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config, **extra)
         return cls(config, attention=attention)

@@ -12,14 +12,16 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but there is no class token.
+The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.step3_vl`), but
+there is no class token.
 
 In released files, neighbouring dimensions (0 and 1, 2 and 3, ...) form a rotary pair. In
 transformers' files and in this encoder, dimensions of the two halves (0 and K/2, ...) form a pair.
 When the encoder loads a released file, it therefore reorders the rows of q and k.
 
-Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H heads, K head dimension.
-Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
+Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H
+heads, K head dimension. Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel`
+(transformers 5.23).
 """
 
 import math

@@ -1,7 +1,7 @@
 """The common base of all encoders: weight loading, input checks, plan transfers, and batches split over forwards.
 
-Each encoder has its own file. A config is a frozen dataclass derived from `TowerConfig`, and an encoder is a
-subclass of `Tower`.
+Each encoder has its own file. A config is a frozen dataclass derived from `TowerConfig`, and an
+encoder is a subclass of `Tower`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,9 +43,9 @@ class Tower(nn.Module):
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when the block first runs.
 
-        Blocks of one class share the compiled code. With `sdpa` the number of groups becomes part of the compiled
-        code, so use a different backend. Do not set hooks on blocks, because each hook would also be compiled and would
-        cause a new compilation.
+        Blocks of one class share the compiled code. With `sdpa` the number of groups becomes
+        part of the compiled code, so use a different backend. Do not set hooks on blocks,
+        because each hook would also be compiled and would cause a new compilation.
         """
         for block in self.blocks:  # type: ignore[union-attr]  # every encoder has blocks
             block.compile(dynamic=True)
@@ -96,7 +96,8 @@ class Tower(nn.Module):
     def plan(self, layouts) -> Any:
         """Compute the plan on the CPU, and move it to the tower's device.
 
-        Raises ValueError before memory is allocated if there are more patches than one plan allows (`check_plan`).
+        Raises ValueError before memory is allocated if there are more patches than one plan
+        allows (`check_plan`).
         """
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
@@ -116,8 +117,9 @@ class Tower(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        `split_weights` changes the tensors, and `rename` changes the names; q, k and v may be fused or separate. Names
-        that match `unused` are skipped. Raises one ValueError that lists all other mismatches (see `load_strict`).
+        `split_weights` changes the tensors, and `rename` changes the names; q, k and v may be
+        fused or separate. Names that match `unused` are skipped. Raises one ValueError that
+        lists all other mismatches (see `load_strict`).
         """
         pairs = self.split_weights(weights.items() if isinstance(weights, Mapping) else weights)
         return load_strict(self, pairs, rename=self.rename, kernels=self.kernels, skip=self.unused)

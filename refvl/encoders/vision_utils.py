@@ -5,8 +5,8 @@
     resolve_visual_encoder_outputs    hidden states of all layers -> selected layers -> selected tokens
                                       -> post-norm on the last -> concatenated
 
-Shape suffixes: B images, N tokens, D tower width.
-Upstream: `VisionEncoderInfo` and subclasses, `get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
+Shape suffixes: B images, N tokens, D tower width. Upstream: `VisionEncoderInfo` and subclasses,
+`get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,8 @@ class CLIPEncoderInfo(VisionEncoderInfo):
 class PixtralHFEncoderInfo(VisionEncoderInfo):
     """The sizes of Pixtral, which keeps aspect ratios; a model that merges patches (Mistral 3) has larger tokens.
 
-    A longer side above image_size is scaled down to image_size; then both sides are rounded up to whole tokens.
+    A longer side above image_size is scaled down to image_size; then both sides are rounded up
+    to whole tokens.
     """
 
     @classmethod
@@ -130,12 +131,14 @@ def resolve_visual_encoder_outputs(
         of `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
-    The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
-    max_possible_layers - 1. The second case is upstream's rule, which is off by one, because that index selects
-    the second-to-last layer. No norm is applied to the true last index, max_possible_layers. Use -1 instead.
+    The norm belongs to the last layer: it is applied if the list of selected layers ends in -1
+    or in max_possible_layers - 1. The second case is upstream's rule, which is off by one,
+    because that index selects the second-to-last layer. No norm is applied to the true last
+    index, max_possible_layers. Use -1 instead.
 
-    Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for missing layers.
-    A negative index beyond the loaded layers selects an earlier one, as in upstream.
+    Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises
+    ValueError for missing layers. A negative index beyond the loaded layers selects an earlier
+    one, as in upstream.
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:

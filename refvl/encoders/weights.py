@@ -82,8 +82,9 @@ def config_values(
 ) -> dict:
     """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
-    If `config` is a whole model's, its `vision_config` is used. activation: the tower's activation (None: not
-    checked); raises ValueError if `hidden_act` requires a different one. aliases: alternative names of fields.
+    If `config` is a whole model's, its `vision_config` is used. activation: the tower's
+    activation (None: not checked); raises ValueError if `hidden_act` requires a different one.
+    aliases: alternative names of fields.
     """
     values = config_dict(config)
     values = dict(values.get("vision_config", values))

@@ -34,9 +34,10 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers are compared with their capacity, tuples are skipped, and
-    nested dataclasses are filled recursively. Raises TypeError for metadata of a different class or
-    a field without a padding rule, and ValueError if a value exceeds the captured capacity.
+    Tensors are copied and padded, integers are compared with their capacity, tuples are
+    skipped, and nested dataclasses are filled recursively. Raises TypeError for metadata of a
+    different class or a field without a padding rule, and ValueError if a value exceeds the
+    captured capacity.
     """
     fill_together(list(fields_to_fill(buffers, metadata)))
 

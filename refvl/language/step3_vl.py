@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from refvl.attention import is_ampere
 from refvl.language.model import SequentialTextModel
 from refvl.language.step3_config import Step3TextConfig, check_config
-from refvl.positions.rotary import rotate_by_swapping
+from refvl.positions.rotary import rotate
 
 
 class Step3ForCausalLM(SequentialTextModel):
@@ -160,7 +160,7 @@ class Step3TextAttention(nn.Module):
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
-        qk_BHLK = rotate_by_swapping(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # both at once: half the kernels
+        qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # rotating both at once halves the kernel count
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
         if past_key_values is not None:  # from here on, L of keys and values includes cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)

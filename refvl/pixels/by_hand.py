@@ -25,8 +25,9 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Return the resized (height, width): multiples of `factor` within the pixel budget, at nearly the same ratio.
 
-    Sides are rounded down if the image is too large, and up if it is too small for the budget. A thin image may exceed
-    max_pixels, because no side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200.
+    Sides are rounded down if the image is too large, and up if it is too small for the budget.
+    A thin image may exceed max_pixels, because no side may be smaller than `factor`. Raises
+    ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
     (420, 644)

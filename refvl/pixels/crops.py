@@ -9,9 +9,9 @@
     patch rows (N, C*P*P)    of all crops in order, then of the overview; P patch_size, C channels
     CropLayout               rows x columns of crops
 
-In the prompt, the crops come first, each between two special tokens, and a newline token follows every row of crops
-except the last. The overview follows, also between two special tokens. Upstream: `ImagePatcher` and
-`Step3VisionProcessor` (vLLM).
+In the prompt, the crops come first, each between two special tokens, and a newline token
+follows every row of crops except the last. The overview follows, also between two special
+tokens. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,8 @@ class CropConfig:
     def from_hf(cls, config) -> "CropConfig":
         """Read the sizes from a model's config or its vision config, given as an object or a dict.
 
-        Released configs set `image_size` and `patch_size`; small configs may also set `crop_size` and `max_side`.
+        Released configs set `image_size` and `patch_size`; small configs may also set
+        `crop_size` and `max_side`.
         """
         values = config if isinstance(config, dict) else config.to_dict()
         return cls(**known_fields(cls, values | values.get("vision_config", {})))
@@ -140,7 +141,8 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
     layouts: a sequence of pairs, or a tensor (images, 2).
 
-    Raises TypeError for a wrong type, and ValueError for negative numbers or if only one of rows and columns is 0.
+    Raises TypeError for a wrong type, and ValueError for negative numbers or if only one of
+    rows and columns is 0.
     """
     pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
     for i, pair in enumerate(pairs):
@@ -161,7 +163,8 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
     """Plan how an image of width x height pixels is cut. Sizes are truncated in floating point, as upstream.
 
-    Raises ValueError for an aspect ratio above 200: such an image would become a huge square, or hundreds of crops.
+    Raises ValueError for an aspect ratio above 200: such an image would become a huge square,
+    or hundreds of crops.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
@@ -200,8 +203,9 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 def count_windows(side: int, window: int) -> int:
     """Count the windows along a side: all whole windows, plus one for a large remainder, but at least one.
 
-    The remainder is compared in floating point, as in upstream: 330 / 150 leaves slightly more than 0.2, so
-    there is one window more than in exact arithmetic. The prompts then agree with those of the training data.
+    The remainder is compared in floating point, as in upstream: 330 / 150 leaves slightly more
+    than 0.2, so there is one window more than in exact arithmetic. The prompts then agree with
+    those of the training data.
     """
     whole = side // window
     remainder = side / window - whole
@@ -245,7 +249,7 @@ def patchify_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[T
 def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): row-major patches, each in the order channel, row, column.
 
-    These are the inputs of a convolution with kernel = stride = P. Like such a convolution, this function drops pixels
-    to the right of and below the last whole patch.
+    These are the inputs of a convolution with kernel = stride = P. Like such a convolution,
+    this function drops pixels to the right of and below the last whole patch.
     """
     return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)

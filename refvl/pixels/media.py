@@ -197,7 +197,8 @@ def _sample_part(sample: Callable, start: float, end: float, total: int, rate: f
 def _read_file(name: str, sample: Callable, source_fps: float | None, limits: MediaLimits) -> Video:
     """Read the frames that `sample` selects from a file.
 
-    sample: a function (total, rate) -> (indices, their rate). source_fps: a rate that replaces the file's times.
+    sample: a function (total, rate) -> (indices, their rate). source_fps: a rate that replaces
+    the file's times.
     """
     with _opened(name) as container:
         listing = _list_frames(container, name, limits)

@@ -127,8 +127,9 @@ def smart_resize_video(
     temporal_factor: the number of frames per grid step; the budgets count whole steps. Raises ValueError for an aspect
     ratio above 200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
-    Unlike `fit_budget`, this function compares the budget with the area of all frames after rounding
-    their number to whole grid steps, but computes the scale from the area of `num_frames` frames.
+    Unlike `fit_budget`, this function compares the budget with the area of all frames after
+    rounding their number to whole grid steps, but computes the scale from the area of
+    `num_frames` frames.
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
     ((476, 644), (84, 140))

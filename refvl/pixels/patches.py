@@ -118,9 +118,10 @@ class PatchConfig:
     def from_folder(cls, folder, kind: str = "image") -> Self:
         """Read the settings in a checkpoint folder; kind is "image" or "video".
 
-        As in transformers, the first source that exists is used: the section `image_processor` or `video_processor`
-        of processor_config.json, then (for a video) video_preprocessor_config.json, then preprocessor_config.json.
-        Raises FileNotFoundError if no source exists, and ValueError if the source cannot be read.
+        As in transformers, the first source that exists is used: the section `image_processor`
+        or `video_processor` of processor_config.json, then (for a video)
+        video_preprocessor_config.json, then preprocessor_config.json. Raises FileNotFoundError
+        if no source exists, and ValueError if the source cannot be read.
         """
         names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
         if kind == "image":
@@ -188,7 +189,8 @@ def check_preprocessing(config) -> None:
 def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dict:
     """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples.
 
-    Raises ValueError if `size` has a key that is not in `sizes`, because the meaning of `size` is then unknown.
+    Raises ValueError if `size` has a key that is not in `sizes`, because the meaning of `size`
+    is then unknown.
     """
     if not {*(values.get("size") or ())} <= {*sizes}:
         raise ValueError(f"size: expected {list(sizes) or 'no such setting'}, got {values['size']!r}")
@@ -199,8 +201,9 @@ def known_fields(config_class, values: dict, sizes: tuple[str, ...] = ()) -> dic
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Return sides rounded to multiples of `factor`; if their area is outside the budget, scale the sides first.
 
-    Scaled sides are rounded down for large images and up for small ones. A thin image may exceed max_pixels, because no
-    side may be smaller than `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
+    Scaled sides are rounded down for large images and up for small ones. A thin image may
+    exceed max_pixels, because no side may be smaller than `factor`. Raises ValueError for an
+    aspect ratio above 200. Upstream: `smart_resize`.
     """
     check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
@@ -307,12 +310,13 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
 class Levels:
     """Patch rows before normalisation: one byte per value; a still image has one frame instead of Tp.
 
-    Why a table? A byte has only 256 levels, but a one-megapixel image has three million values. So
-    `level_table` normalises each level of a channel once, and `normalize` looks up every value. The
-    result is bit-identical to that of transformers, which computes every value. On a CPU, the lookup
-    takes a third of the time of that computation and needs no copies in float64. A GPU receives the
-    bytes and looks up the values itself, so the copy is a quarter the size of the float32 rows. For a
-    still image, the copy is an eighth, because the GPU repeats the single frame Tp = 2 times.
+    Why a table? A byte has only 256 levels, but a one-megapixel image has three million values.
+    So `level_table` normalises each level of a channel once, and `normalize` looks up every
+    value. The result is bit-identical to that of transformers, which computes every value. On a
+    CPU, the lookup takes a third of the time of that computation and needs no copies in
+    float64. A GPU receives the bytes and looks up the values itself, so the copy is a quarter
+    the size of the float32 rows. For a still image, the copy is an eighth, because the GPU
+    repeats the single frame Tp = 2 times.
     """
 
     values: Tensor = field(repr=False)  # (N, C, 1 or Tp, P*P) uint8
@@ -335,11 +339,12 @@ class Levels:
 def level_table(config: Any, *, fused: bool = False) -> Tensor:
     """Return (C, 256) float32: (x * rescale_factor - mean) / std for each level x of each channel.
 
-    config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
+    config: an object with image_mean, image_std and rescale_factor, such as a `PatchConfig` or
+    a `SliceConfig`.
 
-    The two backends of transformers agree only to about 1e-6, so this function offers both orders of rounding. The
-    Pillow backend rescales in float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend
-    does.
+    The two backends of transformers agree only to about 1e-6, so this function offers both
+    orders of rounding. The Pillow backend rescales in float64 first; `fused` folds the
+    rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
     levels = torch.arange(256)

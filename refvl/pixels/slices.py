@@ -59,7 +59,8 @@ class SliceConfig:
     def from_dict(cls, values: dict) -> "SliceConfig":
         """Read the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError if slicing is switched off, because an image of any size would then reach the tower.
+        Raises ValueError if slicing is switched off, because an image of any size would then
+        reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: expected True, the only supported value, got False")
@@ -140,9 +141,9 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     """Return the (columns, rows) into which an image is cut, or None if the overview is enough.
 
-    The number of slices is the image's area divided by scale_resolution squared, rounded up, and at most
-    max_slice_nums. One slice more or one fewer is chosen if that fits the aspect ratio better. Upstream:
-    `get_sliced_grid`.
+    The number of slices is the image's area divided by scale_resolution squared, rounded up,
+    and at most max_slice_nums. One slice more or one fewer is chosen if that fits the aspect
+    ratio better. Upstream: `get_sliced_grid`.
 
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)

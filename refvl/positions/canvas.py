@@ -6,10 +6,11 @@
     height     -1       0 0        1         0        0 0    0         0        0 0    0
     width      -1       0 3        4         0        0 1    1         2        2 3    3         from the canvas' origin
 
-The slices are arranged as in the image, so the canvas is as large as all slices together. The overview is stretched
-over the canvas, so its tokens have the positions of the slice tokens that show the same content. Time is constant on a
-canvas. Without slices, the canvas is the grid of the overview. Text continues one step after the canvas's longer side.
-Upstream: `MiniCPMV4_7Model.get_rope_index` (transformers 5.23).
+The slices are arranged as in the image, so the canvas is as large as all slices together. The
+overview is stretched over the canvas, so its tokens have the positions of the slice tokens that
+show the same content. Time is constant on a canvas. Without slices, the canvas is the grid of
+the overview. Text continues one step after the canvas's longer side. Upstream:
+`MiniCPMV4_7Model.get_rope_index` (transformers 5.23).
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ class CanvasMarks(NamedTuple):
 def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMarks) -> Tensor:
     """Return the positions of a prompt's tokens, (3, L) int64.
 
-    ids_L: (L,) ids of the prompt. spans: the prompt's overviews and slices, h x w tokens each; a separator
-    directly precedes each span.
+    ids_L: (L,) ids of the prompt. spans: the prompt's overviews and slices, h x w tokens each;
+    a separator directly precedes each span.
     """
     ids = ids_L.tolist()
     positions_3L = torch.arange(len(ids)).repeat(3, 1)

@@ -1,12 +1,13 @@
 """EVS: the selection of the video tokens to keep, and their positions.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the video tokens that have changed since the previous frame. A
-token that has not changed adds little, because its predecessor in the same cell contains the same information. Like
-serving engines, this module works on merged embeddings of any width.
+Efficient Video Sampling (arXiv 2510.14624) keeps the video tokens that have changed since the
+previous frame. A token that has not changed adds little, because its predecessor in the same
+cell contains the same information. Like serving engines, this module works on merged embeddings
+of any width.
 
-Kept tokens and all later text keep their positions in the full prompt, so the pruned layout is exactly the full
-layout restricted to the kept tokens. Positions are integers, stored separately from the embeddings, because extra
-embedding channels in bfloat16 would round values above 256.
+Kept tokens and all later text keep their positions in the full prompt, so the pruned layout is
+exactly the full layout restricted to the kept tokens. Positions are integers, stored separately
+from the embeddings, because extra embedding channels in bfloat16 would round values above 256.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     """Return the number of video tokens kept at pruning rate q in [0, 1): at least those of the
     first frame, and at most all.
 
-    The count depends on the sizes and on q, not on the content, so it gives both the number of placeholders in the
-    prompt and the number of tokens that the mask keeps.
+    The count depends on the sizes and on q, not on the content, so it gives both the number of
+    placeholders in the prompt and the number of tokens that the mask keeps.
 
     Raises ValueError for counts below 1 or a q outside [0, 1).
 
@@ -41,9 +42,10 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """Return each token's 1 - cosine similarity to the token in the same cell one frame earlier, (t, M / t) float32.
 
-    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings make
-    its dissimilarity undefined. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for invalid
-    embeddings, or for a num_frames that does not divide M.
+    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf
+    in the embeddings make its dissimilarity undefined. video_embeds: (M, D), frame-major.
+    Raises TypeError or ValueError for invalid embeddings, or for a num_frames that does not
+    divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
@@ -61,8 +63,9 @@ def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """Return the mask of the tokens with the largest dissimilarities, (M,) bool; among ties, the earliest are kept.
 
-    Only exactly equal values are ties. The dissimilarities of unchanged tokens are 0 up to rounding errors of about
-    1e-7, and these errors decide which of the unchanged tokens are kept, as in upstream's formula.
+    Only exactly equal values are ties. The dissimilarities of unchanged tokens are 0 up to
+    rounding errors of about 1e-7, and these errors decide which of the unchanged tokens are
+    kept, as in upstream's formula.
 
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
     spatial_merge_size: the number of patches along each side of a token, or 1 if the size counts tokens. q: the share
@@ -83,9 +86,10 @@ def compute_mrope_for_media(
 ) -> Tensor:
     """Return each merged token's position (t, h, w) relative to the item's start, and the item's extent, (M, 4) int64.
 
-    The extent of an item is 1 + the largest position in the *whole* item over all axes. Later text has to skip the
-    whole extent, so every kept token carries it, even if the tokens with the largest position are pruned. The default
-    rates are for images. Raises ValueError if a rate is not a finite number.
+    The extent of an item is 1 + the largest position in the *whole* item over all axes. Later
+    text has to skip the whole extent, so every kept token carries it, even if the tokens with
+    the largest position are pruned. The default rates are for images. Raises ValueError if a
+    rate is not a finite number.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = tokens_per_second * video_second_per_grid
@@ -106,11 +110,12 @@ def recompute_mrope_positions(
 ) -> tuple[Tensor, int]:
     """Update the positions of a pruned prompt whose media arrive in pieces, for chunked prefill.
 
-    input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
-    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens. A piece never spans two
-    items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
-    unpruned layout, are cut off. num_computed_tokens: the number of prompt tokens that are done; their positions are
-    not changed.
+    input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with
+    this chunk, in prompt order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut
+    to the kept tokens. A piece never spans two items. mrope_positions: (3, L or more), the
+    result of the previous chunk; columns beyond the prompt, from the longer unpruned layout,
+    are cut off. num_computed_tokens: the number of prompt tokens that are done; their positions
+    are not changed.
 
     Returns positions (3, L) int64 and delta. For any chunk boundaries, the positions equal the full
     layout restricted to the kept tokens, up to the end of the last piece and the text after it.

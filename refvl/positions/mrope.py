@@ -1,9 +1,10 @@
 """M-RoPE gives every prompt token three positions: time, height and width.
 
-Text advances on all three axes together. A media item (an image or a video) spreads its tokens over a grid that starts
-where the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
-therefore uses 40 positions, not 1200. The request's `delta` is the prompt's largest position + 1 - length, so decode
-step k has position `length + k + delta`.
+Text advances on all three axes together. A media item (an image or a video) spreads its tokens
+over a grid that starts where the text stopped. Text continues after the largest position used
+so far on any axis. An image of 40 x 30 tokens therefore uses 40 positions, not 1200. The
+request's `delta` is the prompt's largest position + 1 - length, so decode step k has position
+`length + k + delta`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ MAX_POSITION = 2**31
 class MediaSpan:
     """The merged-grid extents of a media item, or of consecutive tokens in it, from prompt index `offset` on.
 
-    t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales the time axis
-    (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM use 1.0. Raises TypeError or ValueError
-    naming the field, for example if `t_factor` makes positions reach `MAX_POSITION`.
+    t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens.
+    `t_factor` scales the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second);
+    images and GLM use 1.0. Raises TypeError or ValueError naming the field, for example if
+    `t_factor` makes positions reach `MAX_POSITION`.
     """
 
     offset: int
@@ -115,8 +117,8 @@ def mrope_delta(positions_3L: Tensor) -> int:
 def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
     """Return the pruned layout, which is the full layout restricted to the kept tokens, and its delta.
 
-    positions_3L: the positions of the unpruned prompt, (3, L). keep_L: (L,) bool, True for text and kept media tokens.
-    Raises ValueError naming keep_L if its dtype or shape does not match.
+    positions_3L: the positions of the unpruned prompt, (3, L). keep_L: (L,) bool, True for text
+    and kept media tokens. Raises ValueError naming keep_L if its dtype or shape does not match.
     """
     if keep_L.dtype != torch.bool or keep_L.shape != positions_3L.shape[1:]:
         wanted = tuple(positions_3L.shape[1:])

@@ -33,12 +33,13 @@ FILLERS = {
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
     """Concatenate prompts into one sequence.
 
-    prompts: traces from `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of
-    the result; the remainder becomes one extra sequence of token 0, to which no prompt attends.
+    prompts: traces from `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L).
+    pad_to: the length of the result; the remainder becomes one extra sequence of token 0, to
+    which no prompt attends.
 
-    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (sequences + 1,) int32,
-    the start of each sequence. Raises ValueError if there is no prompt, if shapes do not match, or if `pad_to` is
-    too short.
+    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens`
+    (sequences + 1,) int32, the start of each sequence. Raises ValueError if there is no prompt,
+    if shapes do not match, or if `pad_to` is too short.
     """
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
@@ -60,9 +61,9 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
 def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
     """Cut a prompt after at most `max_tokens` tokens, but never inside an image or a video.
 
-    trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack` accepts, with `input_ids`
-    (L,), `positions` (3, L), and `media`, the indices of the remaining items. Raises ValueError if the prompt begins
-    with an item that does not fit.
+    trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack`
+    accepts, with `input_ids` (L,), `positions` (3, L), and `media`, the indices of the
+    remaining items. Raises ValueError if the prompt begins with an item that does not fit.
     """
     length = min(check_positive_int(max_tokens, "max_tokens"), len(trace.input_ids))
     extents = media_extents(trace)
@@ -107,8 +108,8 @@ class PackingCollator:
     transformers treats all prompts as one. An `attention_mask` has the same effect, so a mask
     of ones is dropped.
 
-    Raises ValueError if the length of a feature is not the prompt's, if only some prompts have `inputs_embeds` or
-    `mm_token_type_ids`, and for a mask with zeros.
+    Raises ValueError if the length of a feature is not the prompt's, if only some prompts have
+    `inputs_embeds` or `mm_token_type_ids`, and for a mask with zeros.
     """
 
     pad_to: int | None = None

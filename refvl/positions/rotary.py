@@ -65,7 +65,7 @@ def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, T
 
 def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (N, H, K) by (N, K/2) angles in rotate-half form; computed in float32, returned in the dtype of x."""
-    return rotate_by_swapping(x_NHK, *rotary_factors(cos, sin))
+    return rotate(x_NHK, *rotary_factors(cos, sin))
 
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,21 +74,16 @@ def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
-    """Rotate by `rotary_factors` like `apply_rotary`, but on a GPU, without gradients, in two kernels."""
-    if not x_NHK.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler makes one kernel
-        return rotate_by_swapping(x_NHK, cos_N1K, sin_N1K)
-    return rotate_by_offsets(x_NHK, cos_N1K, sin_N1K)
-
-
-def rotate_by_swapping(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
-    """Return x times cos, plus x with the halves of each head swapped times sin."""
+    """Rotate by `rotary_factors` like `apply_rotary`: x times cos, plus x with its halves swapped times sin."""
+    if x_NHK.is_cuda and x_NHK.ndim == 3 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        return rotate_by_offsets(x_NHK, cos_N1K, sin_N1K)
     first, second = x_NHK.chunk(2, dim=-1)
     swapped_NHK = torch.cat([second, first], dim=-1)
     return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)
 
 
 def rotate_by_offsets(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
-    """Rotate like `rotate_by_swapping`, in two kernels instead of four: swapped halves are read in place.
+    """Rotate like `rotate`, in two kernels instead of four: swapped halves are read in place.
 
     No view swaps the halves a and b of every head, because strides cannot be negative. With a spare
     half at each end, however, a view can list them as (spare, b0), (a0, b1), (a1, b2), and so on.

@@ -1,8 +1,8 @@
 """Position tables: learned at one size and sampled at others, or computed by a formula for any size.
 
-A learned table has one vector per cell of a fixed grid. The grid of an image is laid over the table, edge to edge or
-corner to corner, and each patch samples the table at its own centre. Sines and cosines (`sincos_1d`, `sincos_2d`)
-need no table at all.
+A learned table has one vector per cell of a fixed grid. The grid of an image is laid over the
+table, edge to edge or corner to corner, and each patch samples the table at its own centre.
+Sines and cosines (`sincos_1d`, `sincos_2d`) need no table at all.
 """
 
 import math
@@ -71,8 +71,8 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
 def sincos_frequencies(embed_dim: int) -> Tensor:
     """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded after each step as in training.
 
-    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of a radian, so float64,
-    which rounds differently, is not used.
+    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth of
+    a radian, so float64, which rounds differently, is not used.
     """
     if embed_dim % 2 or embed_dim < 1:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
@@ -104,8 +104,9 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
     """Return (height, width, embed_dim) float32: the first half encodes the column of a cell, the second half the row.
 
-    Positions count from 0 and are not scaled, so a small grid's table is a corner of a large grid's table. Raises
-    ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
+    Positions count from 0 and are not scaled, so a small grid's table is a corner of a large
+    grid's table. Raises ValueError unless embed_dim is a multiple of 4 and both sides are
+    positive. Upstream: `get_2d_sincos_pos_embed`.
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
         raise ValueError(f"embed_dim: must be a multiple of 4, got {embed_dim}")
@@ -118,9 +119,10 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
 def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool, mode: str = "bicubic") -> Tensor:
     """Resize a square position table, (S * S, D) in row-major order, to (height * width, D), as if it were an image.
 
-    Values are computed in float32 and returned in the table's dtype; a table that already has the new size is
-    returned unchanged. Upstream: timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0
-    (antialias=False), and Perception Encoder's table in Step3-VL-10B (mode="bilinear").
+    Values are computed in float32 and returned in the table's dtype; a table that already has
+    the new size is returned unchanged. Upstream: timm's `resample_abs_pos_embed`
+    (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False), and Perception Encoder's
+    table in Step3-VL-10B (mode="bilinear").
     """
     side = _square_side(table)
     if tuple(size) == (side, side):

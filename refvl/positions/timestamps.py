@@ -50,11 +50,12 @@ def sample_video_frames(
 ) -> FrameSample:
     """Sample an even number of frames from a video of `total_num_frames` frames at `fps` frames per second.
 
-    duration: in seconds; None: computed from the number of frames. do_sample_frames=False keeps `frames_indices`, the
-    indices of frames that were sampled elsewhere. Otherwise, `frames_indices` is ignored. The other arguments are
-    settings of a video processor: target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames
-    ("glm46v", "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown variant, or
-    for numbers that are not above 0.
+    duration: in seconds; None: computed from the number of frames. do_sample_frames=False keeps
+    `frames_indices`, the indices of frames that were sampled elsewhere. Otherwise,
+    `frames_indices` is ignored. The other arguments are settings of a video processor:
+    target_fps ("glm4v", "glmga"), max_duration in seconds ("glm4v"), max_frames ("glm46v",
+    "glmga") and temporal_patch_size ("glm46v"). Raises ValueError or TypeError for an unknown
+    variant, or for numbers that are not above 0.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
@@ -119,8 +120,9 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 def _walk(fps: float, total: int, step: float, stop: float, count: int) -> list[int]:
     """Return the index of the first frame at or after each multiple of `step` seconds, until `stop` seconds.
 
-    The function stops after more than `count` frames, because the exact number no longer matters. The sums are rounded
-    as upstream rounds them, because higher precision would select different frames.
+    The function stops after more than `count` frames, because the exact number no longer
+    matters. The sums are rounded as upstream rounds them, because higher precision would select
+    different frames.
     """
     chosen, second, frame_seconds = [0], step, 1 / fps
     while second < stop and len(chosen) <= count:

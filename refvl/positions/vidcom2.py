@@ -13,8 +13,9 @@ treatment.
        | reconcile    to the count that the sizes imply, because the prompt was built with it
     mask (M,)
 
-A video has t frames of n tokens. All values are computed in float64 and compared in float32, so values that are equal
-in exact arithmetic are equal on every machine, and ties go to the earlier token. Exact halves are rounded to even.
+A video has t frames of n tokens. All values are computed in float64 and compared in float32, so
+values that are equal in exact arithmetic are equal on every machine, and ties go to the earlier
+token. Exact halves are rounded to even.
 
 `PRUNERS` at the end of this file lists both methods, EVS and VidCom2, by name.
 """
@@ -99,8 +100,8 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
     """Return the mask `chosen`, (M,) bool, adjusted so that it keeps exactly `count` tokens.
 
-    If too many were chosen, the most similar are dropped; if too few were chosen, the least similar of the others
-    are added.
+    If too many were chosen, the most similar are dropped; if too few were chosen, the least
+    similar of the others are added.
     """
     order = score.argsort(stable=True)
     order = order[(~chosen[order]).byte().argsort(stable=True)]

@@ -60,8 +60,9 @@ def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, 
 def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:
     """Return the largest number of windows for `max_tokens` merged tokens in at most `max_frames` frames.
 
-    A frame of n tokens has at most ceil(n / side) windows; a strip one token high reaches this maximum. Rounding to
-    whole windows wastes at most side - 1 tokens per frame. side: the side of a window, in merged tokens.
+    A frame of n tokens has at most ceil(n / side) windows; a strip one token high reaches this
+    maximum. Rounding to whole windows wastes at most side - 1 tokens per frame. side: the side
+    of a window, in merged tokens.
     """
     frames = min(max_frames, max_tokens)
     return min(max_tokens, (max_tokens + frames * (side - 1)) // side)

@@ -2,10 +2,11 @@
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
-Only the chat template writes special tokens. A caller's strings are text: `<|im_end|>` in a question does not end a
-turn, and `<|image_pad|>` is not an image. `render` inserts a flag, a character that occurs nowhere else, wherever a
-special token could begin in the caller's strings. `encode` removes the flags, and tokenises every special token
-that begins at a flag as plain text. If the caller's strings contain no special tokens, the prompt has no flags.
+Only the chat template writes special tokens. A caller's strings are text: `<|im_end|>` in a
+question does not end a turn, and `<|image_pad|>` is not an image. `render` inserts a flag, a
+character that occurs nowhere else, wherever a special token could begin in the caller's
+strings. `encode` removes the flags, and tokenises every special token that begins at a flag as
+plain text. If the caller's strings contain no special tokens, the prompt has no flags.
 """
 
 import os
@@ -32,7 +33,8 @@ PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without an as
 class ChatProcessor:
     """The path from a prompt with media to the model's tensors.
 
-    A subclass adds the family's rule for sampling videos, and the family's layout unless that is a grid of patches.
+    A subclass adds the family's rule for sampling videos, and the family's layout unless that
+    is a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
@@ -72,7 +74,8 @@ class ChatProcessor:
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
         """Build a processor from a folder's tokenizer, chat template and preprocessing limits.
 
-        Raises FileNotFoundError if no file contains limits, and ValueError if a file cannot be read.
+        Raises FileNotFoundError if no file contains limits, and ValueError if a file cannot be
+        read.
         """
         configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
         return cls(config, load_tokenizer(folder), *configs)
@@ -96,8 +99,9 @@ class ChatProcessor:
     def load_video(self, source, options: dict) -> Video:
         """Load a video: a file is sampled by `frame_indices`; frames in memory are treated as already sampled.
 
-        options: the sampling options of a message, which override the checkpoint's settings. Raises
-        ValueError for an option that the family does not support, and if the model accepts no videos.
+        options: the sampling options of a message, which override the checkpoint's settings.
+        Raises ValueError for an option that the family does not support, and if the model
+        accepts no videos.
         """
         if self.video_config is None:
             raise ValueError(self.no_video)
@@ -165,7 +169,8 @@ class ChatProcessor:
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """Return the extents that the language model sees for an item of this layout; text separates a video's frames.
 
-        second_per_grid: the scale of a video's time axis, for families whose prompts do not contain timestamps.
+        second_per_grid: the scale of a video's time axis, for families whose prompts do not
+        contain timestamps.
         """
         t, h, w = layout
         thw = (t, h // self.merge_size, w // self.merge_size)
@@ -174,7 +179,8 @@ class ChatProcessor:
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
         """Yield (layout, patch rows) for consecutive parts of an item; the encodings of all parts can be concatenated.
 
-        A part of a video has at most max_tokens tokens, or consists of a single grid step. An image is one part.
+        A part of a video has at most max_tokens tokens, or consists of a single grid step. An
+        image is one part.
         """
         if isinstance(medium, Video):
             return self.video_pieces(medium, max_tokens)
@@ -205,9 +211,10 @@ class ChatProcessor:
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with each placeholder repeated once per token of its item.
 
-        allow_special_tokens: whether special tokens in the caller's strings, including placeholders, keep their
-        meaning. options: variables of the chat template, such as `tools`. Raises ValueError if placeholders and media
-        do not match, or if the chat template raises an error.
+        allow_special_tokens: whether special tokens in the caller's strings, including
+        placeholders, keep their meaning. options: variables of the chat template, such as
+        `tools`. Raises ValueError if placeholders and media do not match, or if the chat
+        template raises an error.
         """
         text, flag = self.render(messages, allow_special_tokens, **options)
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # the template wrote BOS
@@ -218,7 +225,8 @@ class ChatProcessor:
         """Return the prompt as text, and its flag: the character before each position at which no special token may
         begin.
 
-        The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
+        The flag is empty if the caller's strings contain no special tokens, or if special
+        tokens are allowed.
         """
         if self.tokenizer is None:
             raise ValueError("prompt: a model built from a config alone has no tokenizer; load a checkpoint folder")

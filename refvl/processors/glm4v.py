@@ -74,7 +74,8 @@ class Glm4vProcessor(ChatProcessor):
         """Return the indices of the frames that become patch rows: each frame once, but the last
         frame twice if the number is odd.
 
-        The timestamps of the prompt come from the same indices, so there is one timestamp for every two frames.
+        The timestamps of the prompt come from the same indices, so there is one timestamp for
+        every two frames.
         """
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
@@ -99,8 +100,8 @@ class Glm4vProcessor(ChatProcessor):
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """Return (L,) ids in which image tokens between a video's begin and end tokens have the video's id.
 
-        The token that begins a video counts only if a frame begins directly after it, which never happens in plain
-        text.
+        The token that begins a video counts only if a frame begins directly after it, which
+        never happens in plain text.
         """
         config, places = self.config, torch.arange(len(input_ids))
         opens = (input_ids[:-1] == config.video_start_token_id) & (input_ids[1:] == config.image_start_token_id)

@@ -38,8 +38,9 @@ IGNORED = ("type", "detail", "uuid", "cache_control")  # keys that have no effec
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
     """Return one user message with images, videos and the text, in that order, or the given messages in refvl's form.
 
-    In messages, images and videos fill the parts without a source, such as {"type": "image"}, in order. Raises
-    TypeError for a wrong type and ValueError for a wrong value, with the indices of the message and the part.
+    In messages, images and videos fill the parts without a source, such as {"type": "image"},
+    in order. Raises TypeError for a wrong type and ValueError for a wrong value, with the
+    indices of the message and the part.
     """
     media = {"image": _media_parts("image", images), "video": _media_parts("video", videos)}
     if isinstance(prompt, str):

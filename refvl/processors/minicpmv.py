@@ -6,12 +6,14 @@
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message is on a separate
-line, as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. The chat templates
-come from the tokenizer; version 2.0 has no template, so this file defines one with <用户> and <AI>.
+Each ... stands for `query_num` unknown tokens, which embeddings replace. Each part of a message
+is on a separate line, as in the checkpoints' own `chat`; vLLM writes the frames of a video
+without line breaks. The chat templates come from the tokenizer; version 2.0 has no template, so
+this file defines one with <用户> and <AI>.
 
-The special tokens have fixed texts unless preprocessor_config.json sets different ones; the tokenizer determines their
-ids. `refvl.processors.minicpmv_video` samples and packs videos, from version 2.6 on.
+The special tokens have fixed texts unless preprocessor_config.json sets different ones; the
+tokenizer determines their ids. `refvl.processors.minicpmv_video` samples and packs videos, from
+version 2.6 on.
 """
 
 import re

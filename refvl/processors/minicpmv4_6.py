@@ -4,8 +4,9 @@
             <slice> tokens </slice><slice> tokens </slice>               one line per row of slices
     video   the same, frame after frame without line breaks; in 4.7 without a number
 
-The chat template writes one placeholder per item, and the text above replaces it. Upstream: `MiniCPMV4_6Processor`
-and its image and video processors (transformers 5.23); stacked frames (`stack_frames`) are not supported.
+The chat template writes one placeholder per item, and the text above replaces it. Upstream:
+`MiniCPMV4_6Processor` and its image and video processors (transformers 5.23); stacked frames
+(`stack_frames`) are not supported.
 """
 
 import math
@@ -121,7 +122,8 @@ class MiniCPMV4_6Processor(TakesVideos):
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
         """Return the indices of one frame per second.
 
-        For a video longer than max_frames seconds, return max_frames indices, evenly spaced among those of every 0.1 s.
+        For a video longer than max_frames seconds, return max_frames indices, evenly spaced
+        among those of every 0.1 s.
         """
         duration = total / source_fps
         if duration <= config.max_frames:

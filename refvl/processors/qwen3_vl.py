@@ -26,7 +26,8 @@ def even_indices(
 ) -> list[int]:  # fmt: skip
     """Return evenly spaced indices from the first to the last frame: `fps` per second within limits, or `num_frames`.
 
-    Raises ValueError if num_frames exceeds `total`. Upstream: `Qwen3VLVideoProcessor.sample_frames` (transformers).
+    Raises ValueError if num_frames exceeds `total`. Upstream:
+    `Qwen3VLVideoProcessor.sample_frames` (transformers).
 
     >>> even_indices(132, 25.0)
     [0, 15, 29, 44, 58, 73, 87, 102, 116, 131]

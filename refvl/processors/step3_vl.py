@@ -4,9 +4,10 @@
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-The example shows 2 x 2 crops; the prompt itself contains no line breaks. The chat template writes one
-<im_patch> per image, and text as above replaces this token. Positions are the token indices, so only the
-special tokens indicate where a crop is. Videos are not supported. Upstream: `Step3VLProcessor` (vLLM).
+The example shows 2 x 2 crops; the prompt itself contains no line breaks. The chat template
+writes one <im_patch> per image, and text as above replaces this token. Positions are the token
+indices, so only the special tokens indicate where a crop is. Videos are not supported.
+Upstream: `Step3VLProcessor` (vLLM).
 """
 
 import math
@@ -46,7 +47,8 @@ class CroppedMedia(MediaTokens):
 class Step3VLProcessor(ChatProcessor):
     """Step3-VL's processor.
 
-    Sizes come from the config, because the release has no preprocessor file. Layouts are `CropLayout`s.
+    Sizes come from the config, because the release has no preprocessor file. Layouts are
+    `CropLayout`s.
     """
 
     no_video = "videos: Step3-VL accepts images only; pass the frames of a video as images"

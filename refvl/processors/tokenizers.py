@@ -16,8 +16,9 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
     """Return the tokenizer of a checkpoint folder, loaded by `read`; `template` is used if the folder has no template.
 
-    Returns None if the folder has no tokenizer; raises ValueError if the tokenizer cannot be read or has no
-    template. Code in the folder is never run; transformers renders a chat template in jinja2's sandbox.
+    Returns None if the folder has no tokenizer; raises ValueError if the tokenizer cannot be
+    read or has no template. Code in the folder is never run; transformers renders a chat
+    template in jinja2's sandbox.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None

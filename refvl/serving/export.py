@@ -78,8 +78,9 @@ def encode_folder(vlm: Any, media: str | Path | Sequence, out: str | Path, *, pr
 def find_media(media: str | Path | Sequence, *, videos: bool) -> dict[str, Path]:
     """Return {name: path} of the media in a folder, or in a list of files and folders, sorted by path.
 
-    Folders are searched recursively for images and, with `videos`, videos. A file's name is its path
-    relative to the folder. Raises ValueError if nothing is found, or if two media have the same name.
+    Folders are searched recursively for images and, with `videos`, videos. A file's name is its
+    path relative to the folder. Raises ValueError if nothing is found, or if two media have the
+    same name.
     """
     suffixes = IMAGE_SUFFIXES | (VIDEO_SUFFIXES if videos else frozenset())
     found = dict[str, Path]()

@@ -4,10 +4,11 @@
     the key is cached               a hit: return a copy of its embeddings
     the key is not cached           a miss: encode, store a copy, drop the least recently used entries
 
-A key covers the pixels as the tower reads them, and their layout. The key covers a frame's time only
-if the tower uses that time (MiniCPM-V 4.5). It does not cover names, token ids or other parts of the
-prompt, so entries from a different question, batch or turn can be hits. Pruning happens later, so
-hits can be pruned at any rate. If a prompt is read in chunks, the cache stores pieces of media.
+A key covers the pixels as the tower reads them, and their layout. The key covers a frame's time
+only if the tower uses that time (MiniCPM-V 4.5). It does not cover names, token ids or other
+parts of the prompt, so entries from a different question, batch or turn can be hits. Pruning
+happens later, so hits can be pruned at any rate. If a prompt is read in chunks, the cache
+stores pieces of media.
 
 The key also covers the tower: the values of the weights, even if torch counts no change
 (`weight.data`, a step of a fused optimiser), and the class and attributes of each module. The key

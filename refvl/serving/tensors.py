@@ -35,15 +35,16 @@ def generate(
     """Run transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
     With `num_return_sequences=n`, the result is (B * n, L + new); with
-    `return_dict_in_generate=True`, it is transformers' output object. input_ids: (B, L), left-padded
-    where attention_mask (B, L) is 0, with one placeholder per merged token. pixel_values:
-    (N, C*Tp*P*P) patch rows of all images of the batch in order. image_grid_thw: (images, 3) in
-    patches, or the encoder's layouts if a family has no grids. image_embeds: embeddings from
-    `encode` instead of pixel_values, (M, W) for all images in order, or one tensor per image. The
-    same arguments exist for videos; pruning also works on precomputed embeddings.
-    second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by families
-    whose prompts contain timestamps). Raises ValueError or TypeError, naming argument and dimension,
-    if rows, grids, embeddings and placeholders do not match, or if a mask is not 0s followed by 1s.
+    `return_dict_in_generate=True`, it is transformers' output object. input_ids: (B, L),
+    left-padded where attention_mask (B, L) is 0, with one placeholder per merged token.
+    pixel_values: (N, C*Tp*P*P) patch rows of all images of the batch in order. image_grid_thw:
+    (images, 3) in patches, or the encoder's layouts if a family has no grids. image_embeds:
+    embeddings from `encode` instead of pixel_values, (M, W) for all images in order, or one
+    tensor per image. The same arguments exist for videos; pruning also works on precomputed
+    embeddings. second_per_grid_ts: seconds between two grid steps of each video (default 1;
+    ignored by families whose prompts contain timestamps). Raises ValueError or TypeError,
+    naming argument and dimension, if rows, grids, embeddings and placeholders do not match, or
+    if a mask is not 0s followed by 1s.
     """
     generate_kwargs.pop("mm_token_type_ids", None)  # added by transformers' processors; the ids imply it
     model.check_options("generate", generate_kwargs, max_new_tokens)

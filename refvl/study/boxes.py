@@ -9,9 +9,9 @@ The unit of coordinates differs from family to family, and answers do not state 
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
 The makers state these units in QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161,
-OpenBMB/MiniCPM-V#772 and #982. We assume, without a statement, that Qwen3.5 to 3.8 follow Qwen3-VL,
-and that MiniCPM-V 4.0, 4.6 and 4.7 follow 2.6 and 4.5. We found no documentation for GLM-OCR, GLM-GA,
-MiniCPM-V 2.0 and 2.5, Step3-VL and Step-3.7.
+OpenBMB/MiniCPM-V#772 and #982. We assume, without a statement, that Qwen3.5 to 3.8 follow
+Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7 follow 2.6 and 4.5. We found no documentation for
+GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL and Step-3.7.
 
 Sizes are (width, height), boxes are x1, y1, x2, y2, and points are x, y, all measured from the
 upper left corner. The size of an image is its size after the EXIF orientation has been applied,

@@ -170,8 +170,9 @@ def _head_dim(text_config) -> int:
 def encoder_activation_bytes(encoder, patches: int) -> int:
     """Estimate the tower's peak memory in bytes, reached in a block's MLP or in the rotation of queries and keys.
 
-    Patch rows, the residual and the normed input are in memory in both cases. The rotation adds two
-    float32 copies of queries and keys, and a third copy in which the halves of each head are swapped.
+    Patch rows, the residual and the normed input are in memory in both cases. The rotation adds
+    two float32 copies of queries and keys, and a third copy in which the halves of each head
+    are swapped.
     """
     *_, mlp = (x for x in next(iter(encoder.blocks)).children() if not isinstance(x, nn.LayerNorm | nn.RMSNorm))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]

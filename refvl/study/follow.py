@@ -304,7 +304,8 @@ def pieces(function: Function) -> list[tuple[bool, range]]:
     """Split a function, without its docstring, into parts in order:
     (False, one line) or (True, lines that only check arguments).
 
-    Comments and blank lines between two lines that only check arguments belong to the same part as these lines.
+    Comments and blank lines between two lines that only check arguments belong to the same part
+    as these lines.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]

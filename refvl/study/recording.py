@@ -97,8 +97,8 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     """Record a run of transformers' processor and model, with the weights of the same checkpoint,
     on the messages and files of a refvl trace.
 
-    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises the same errors as
-    `transformers_processor`.
+    The model has the dtype and device of `vlm`; `trace` must not be pruned. Raises the same
+    errors as `transformers_processor`.
     """
     folder = str(find_checkpoint(path_or_id))
     items = {kind: [i for i, p in enumerate(trace.patches) if p.media_tokens.kind == kind] for kind in PIXELS}

@@ -9,7 +9,8 @@
 with the same arguments. notebooks/mine.py specifies each
 function.
 
-Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K; L tokens in a prompt. Grids in tokens.
+Sizes: T frames, C channels; N patches, M tokens of m x m patches, H heads of K; L tokens in a
+prompt. Grids in tokens.
 """
 
 from collections.abc import Callable

@@ -92,10 +92,10 @@ def explore_positions(
 ) -> Explorer:  # fmt: skip
     """Explore t, h, w of every token in a prompt with an image and a video, by size, length and rate.
 
-    The explorer starts near `second_per_grid` seconds per grid step, with frames about `side` merged
-    tokens wide. processors: {name: processor} of models with M-RoPE, by default those of the
-    shipped models. image, clip: inputs of `load_image` and `load_video`. The positions of released
-    software are drawn over refvl's if the two differ. Needs anywidget.
+    The explorer starts near `second_per_grid` seconds per grid step, with frames about `side`
+    merged tokens wide. processors: {name: processor} of models with M-RoPE, by default those of
+    the shipped models. image, clip: inputs of `load_image` and `load_video`. The positions of
+    released software are drawn over refvl's if the two differ. Needs anywidget.
     """
     if processors is None:
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}

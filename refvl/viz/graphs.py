@@ -65,9 +65,9 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], tower: Modu
 def _parts(operations: Sequence[Operation], buffers: Mapping[str, Tensor], tower: Module) -> Iterator[str]:
     """Yield the name of the tower part that each operation belongs to.
 
-    From the first operation that reads lengths (`cu_...`) on, the operations of an attention module
-    build a mask and use it. On a GPU, one kernel replaces these operations, so they count as a separate
-    part.
+    From the first operation that reads lengths (`cu_...`) on, the operations of an attention
+    module build a mask and use it. On a GPU, one kernel replaces these operations, so they
+    count as a separate part.
     """
     names, attending = {module: name.split(".") for name, module in tower.named_modules()}, set()
     lengths = [tensor for name, tensor in buffers.items() if name.startswith("cu_")]

@@ -136,10 +136,10 @@ def plot_frame_tokens(
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
     """Plot three panels: the slices of an image, the two folds of a slice, and the canvas.
 
-    image: anything `load_image` accepts, cut by `config`. positions_3L: the positions of its prompt,
-    (3, L). spans: the spans of its overview and slices. Squares mark separators, and circles mark
-    the overview. ax: three Axes, or None. Returns the three Axes. Raises ValueError if the image
-    has no slices.
+    image: anything `load_image` accepts, cut by `config`. positions_3L: the positions of its
+    prompt, (3, L). spans: the spans of its overview and slices. Squares mark separators, and
+    circles mark the overview. ax: three Axes, or None. Returns the three Axes. Raises
+    ValueError if the image has no slices.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)

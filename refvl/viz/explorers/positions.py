@@ -117,8 +117,8 @@ class PositionsExplorer(Explorer):
         """Return refvl's row, a row for the rule of plain text, and a row for each convention that
         differs; if several conventions agree, only the first.
 
-        All these conventions are about videos without text between the frames. If text separates frames,
-        vLLM continues after the largest position, as we do.
+        All these conventions are about videos without text between the frames. If text
+        separates frames, vLLM continues after the largest position, as we do.
         """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
