@@ -40,6 +40,7 @@ def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int =
     """Return the number of language-model tokens of an image or a video of this size, without
     special tokens.
     """
+    height, width, num_frames = check_positive_ints(height=height, width=width, num_frames=num_frames)
     return math.prod(plan_grid(height, width, config, num_frames)) // config.merge_size**2
 
 

@@ -253,6 +253,8 @@ def test_count_tokens_is_what_patchify_gives(height, width, frames):
     patches, grid = patchify_video(noise(frames, height, width, 3), config)
     assert grid == plan_grid(height, width, config, frames)
     assert len(patches) == 4 * count_tokens(height, width, config, frames)
+    with pytest.raises(ValueError, match="num_frames: must be at least 1, got 0"):
+        count_tokens(height, width, config, 0)
 
 
 # --- configuration files
