@@ -47,7 +47,7 @@ def check_positive_ints(**values) -> list[int]:
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`."""
+    """Return `value` as a float if it is a Python or NumPy real number; raise TypeError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
     return float(value)

@@ -289,7 +289,7 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, st
         encoder = families.find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
     if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
-        raise ValueError(f"vision_config: its tower would have {values:,} values, but the weights contain {stored:,}")
+        raise ValueError(f"vision_config: its tower would have {values:,} parameters; the checkpoint has {stored:,}")
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # check the backend
     encoder = encoder.to(dtype).to_empty(device=device).eval()
     if encoder.device.type == "cuda":

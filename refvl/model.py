@@ -109,7 +109,7 @@ class VLM(Pipeline):
         memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
         f receives the result of the stage, and the run continues with f's return value
         (`refvl.study.interventions`). With `prefill_chunk`, pixels and embeddings are freed during
-        the run. With beams, prefill and decoding are one stage.
+        the run. With beam search, prefill and decoding are one stage.
         Raises FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that
         cannot be read, or for placeholders that do not match the media. The same errors are raised for a pruning rate
         outside [0, 1), for a prompt longer than the context, and for options of `generate` that do not exist or do not

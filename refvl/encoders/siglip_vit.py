@@ -10,7 +10,7 @@
        | norm             LayerNorm
     (N, E)
 
-This tower is SigLIP without a class token and without the attention pool. Apart from the exact
+This tower is SigLIP without the class token or the attention pool. Apart from the exact
 GELU, the layers are those of `NaVitSiglip`, and timm's weight names are mapped to the names in
 that class. A plan contains the table resized to the grid, as in `refvl.encoders.glm4v`, so a
 plan becomes stale when the table changes. `encode` accepts patch rows of images of different

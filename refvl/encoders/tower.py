@@ -134,9 +134,7 @@ class Tower(nn.Module):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint shapes that differ from the module's, because the module stores
-        convolution kernels as matrices.
-        """
+        """Return the checkpoint's shapes of convolution kernels that the module stores as matrices."""
         return {}
 
     @property
@@ -165,7 +163,9 @@ class EagerPlan:
 
 
 def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
-    """Plan forward passes over consecutive items, each with at most MAX_PATCHES_PER_FORWARD patches or one item."""
+    """Plan forward passes over consecutive items, with at most MAX_PATCHES_PER_FORWARD patches each;
+    a larger item has its own.
+    """
     sizes = [encoder.item_size(layout) for layout in layouts]
     groups, rows = list[list[int]](), 0
     for i, (patches, _, _) in enumerate(sizes):

@@ -137,8 +137,8 @@ def resolve_visual_encoder_outputs(
     index, max_possible_layers. Use -1 instead.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises
-    ValueError for missing layers. A negative index beyond the loaded layers selects an earlier
-    one, as in upstream.
+    ValueError for missing layers. As upstream, a negative index that points beyond the loaded
+    layers selects an earlier layer than the requested one.
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:

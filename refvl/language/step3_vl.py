@@ -110,7 +110,7 @@ def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtyp
 
 
 class Step3TextDecoderLayer(nn.Module):
-    """A dense layer with `mlp`, or a layer from `moe_layers_enum` with `moe` and `share_expert`, as in checkpoints."""
+    """A dense layer with `mlp`, or a layer from `moe_layers_enum` with `moe` and `share_expert` (checkpoint names)."""
 
     def __init__(self, config: Step3TextConfig, layer_idx: int):
         super().__init__()

@@ -136,7 +136,7 @@ def channels_last(source: np.ndarray | torch.Tensor) -> np.ndarray:
 
 
 def grey_levels(image: Image.Image) -> np.ndarray:
-    """Return an image's grey levels: 8-bit or 16-bit for mode "I" (see `load_image`), otherwise in the mode's dtype.
+    """Return an image's grey levels, in mode "I" as 8-bit or 16-bit values (see `load_image`), otherwise as they are.
 
     The grey level that a PNG file marks as transparent becomes white.
     """

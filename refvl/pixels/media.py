@@ -254,7 +254,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
         _, last = max(shown)
         seconds = (ticks + (last or ticks / max(1, len(shown) - 1))) * tick or seconds
     if not shown or not seconds:
-        raise ValueError(f"video: {name} has no frames, or no frame rate, that can be read")
+        raise ValueError(f"video: {name} has no readable frames or no readable frame rate")
 
     is_mp4 = "mp4" in container.format.name and stream.duration
     promised = stream.frames / rate if rate else 0.0
@@ -305,7 +305,7 @@ def _decode_forward(name: str, indices: Sequence[int], limits: MediaLimits) -> t
 
 
 def upright(image: np.ndarray, matrix) -> np.ndarray:
-    """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
+    """Orient a decoded frame (H, W, 3) by its display matrix: rotate it by quarter turns, mirror it, or both.
 
     matrix: None, or 3 x 3 int32 [a b u; c d v; x y w], which maps (x, y) to (a x + c y, b x + d
     y). The scale and offset are ignored, and an oblique angle is rounded to the nearest quarter

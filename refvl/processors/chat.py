@@ -110,7 +110,7 @@ class ChatProcessor:
         part: dict[str, Any] = {name: check_number(options.pop(name), name) for name in PART if name in options}
         if not options.keys() <= set(self.video_options) and options.keys() != {"num_frames"}:
             allowed = f"{', '.join(self.video_options)}, or num_frames alone"
-            raise ValueError(f"prompt: expected {allowed}, for a video, got {sorted(options)}")
+            raise ValueError(f"prompt: for a video, expected {allowed}, got {sorted(options)}")
         return load_video(source, sample=partial(self.frame_indices, **options), **part, limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:

@@ -158,5 +158,5 @@ def _file(text: str, kind: str) -> Any:
         return _source(decoded, kind)
     if is_data or len(text) > 200 or "://" in text[:10]:
         what = "a path, or a file's bytes as base64 (refvl opens no URLs; download the file)"
-        raise ValueError(f"{kind}: expected {what}, got {text[:40]}... of {len(text):,} characters")
+        raise ValueError(f"{kind}: expected {what}, got {text[:40]}... ({len(text):,} characters)")
     return text

@@ -68,8 +68,8 @@ class TakesVideos(ChatProcessor):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Return the index of a frame every 1 / fps seconds; if there are more than max_frames,
-        return the middles of max_frames equal parts.
+        """Return the indices of frames 1 / fps seconds apart; if these are more than max_frames,
+        return the midpoints of max_frames equal parts.
         """
         indices = list(range(0, total, max(1, round(source_fps / config.fps))))
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]

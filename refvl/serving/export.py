@@ -3,7 +3,7 @@
     cats/1.jpg -> out/cats/1.jpg.safetensors     embeds (tokens, width)
                   its header                     layout and size of the item, state of its source, settings of the model
 
-A file gets its name once it is completely written, so running the same command again continues
+A file gets its final name only when it is complete, so running the same command again continues
 a stopped run. Items whose source and settings are unchanged are skipped. Under torchrun, rank r
 of n encodes every n-th item from the r-th on.
 

@@ -1,4 +1,4 @@
-"""A media cache: embeddings are stored by the content they come from, so a cached image or video is not encoded again.
+"""A media cache: embeddings are keyed by the content they come from, so a cached image or video is not encoded again.
 
     rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
     the key is cached               a hit: return a copy of its embeddings

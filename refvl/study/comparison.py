@@ -140,7 +140,7 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     A value differs if |a - b| > atol + rtol * the largest magnitude in b: that of its tensor or, in
     the inputs and states of the text model, that of its row. By default, rtol is 1e-3 up to the
     positions; in the text model, it is the expected rounding error (see `rounding`). Integers and
-    masks must be equal, and nan and inf must be in the same elements. Stages that only one run
+    masks must be equal, and nan and inf must be at the same positions. Stages that only one run
     recorded are listed but not compared. model: the `VLM` of one of the runs, which recomputes the
     first stage that differs, to prove a cause (`refvl.study.causes`). Raises TypeError or
     ValueError, naming the argument; the runs must share a stage.

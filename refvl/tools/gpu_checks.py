@@ -167,7 +167,7 @@ def _check_tower(name: str, device: torch.device, compiled: bool) -> Iterator[di
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
     """Replay two items in the order A, B, A.
 
-    Returns the largest error, and the number of values in which both replays of A differ.
+    Returns the largest error, and the number of values that differ between the two replays of A.
     """
     manager = EncoderGraphManager(encoder, max_budget=GRAPH_TOKENS, progress=False)
     counts, tokens, _ = zip(*map(encoder.item_size, encoder.check_layouts(layouts)), strict=True)

@@ -119,8 +119,8 @@ def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
     one column per kind of question.
 
     rows: the rows of one model in `data/measurements/ablations.json`. A frame marks a cell that is
-    significantly below the unchanged model. The first row is the unchanged model, and the score
-    of guessing is written below each kind.
+    significantly below the unchanged model. The first row is the unchanged model, and the chance
+    score is written below each kind.
     """
     lines = list(dict.fromkeys(row["without"] for row in rows))
     kinds = {row["question"]: row["chance"] for row in rows}

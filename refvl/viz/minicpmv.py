@@ -123,7 +123,7 @@ def plot_frame_tokens(
     """
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for place, ((name, counts), color) in enumerate(zip(tokens.items(), STAGE_COLORS, strict=False)):
-        width = max(6 - 2 * place, 1.5)  # if two lines agree, the thinner line is on top
+        width = max(6 - 2 * place, 1.5)  # if two lines coincide, the thinner line is on top
         ax.plot(frames, counts, "o-", ms=width + 2, lw=width, color=color, label=name)
     ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
     ax.set_xticks(frames, [str(n) for n in frames])

@@ -46,7 +46,7 @@ def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], labe
 def strip_of_axes(ax, count: int, columns: int, size: tuple[float, float], *, margin: float = 0.0) -> np.ndarray:
     """Return `count` Axes in reading order: the given ones, or new ones, at most `columns` per row.
 
-    size: width and height of a new one in inches. margin: inches added to the figure's height.
+    size: the (width, height) of each new Axes in inches. margin: inches added to the figure's height.
     """
     if ax is not None:
         return grid_of_axes(ax, 1, count, (1, 1))[0]

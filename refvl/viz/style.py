@@ -82,7 +82,7 @@ def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, b
 
 
 def describe_figure(figure: Figure) -> str:
-    """Describe a figure in words, for readers who do not see it: its label, or titles,
+    """Describe a figure in words, for readers who cannot see it: its label, or titles,
     axes and legends by panel.
 
     Call `figure.set_label` to set a better sentence.

@@ -200,7 +200,7 @@ def address(pixels: np.ndarray) -> str:
 
 
 def svg(kind: str, label: str, width: int, height: int, inside: str) -> str:
-    """Return an SVG with a label for readers who do not see it.
+    """Return an SVG with a label for readers who cannot see it.
 
     kind: the class in the style sheet.
     """

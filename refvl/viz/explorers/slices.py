@@ -26,7 +26,7 @@ STEP, LONGEST = 8, 4096  # px: the step and the end of the sizes that are tried
 
 
 class SlicesExplorer(Explorer):
-    """The explorer of a photo at each size from which MiniCPM-V or Step3-VL cuts it differently.
+    """The explorer of a photo at each size where the way MiniCPM-V or Step3-VL cuts it changes.
 
     Items are the queries of `model`, a MiniCPM-V whose slices are smaller than those of `slices` by
     a whole factor. Its queries read the photo, scaled down by that factor and cut the same way. To

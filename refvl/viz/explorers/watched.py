@@ -50,7 +50,7 @@ class Watched:
 
     @property
     def looked_at_most(self) -> int:
-        """The index of the first patch of the image token to which the first new token attends most
+        """The index of the first patch in the image token that the first new token attends to most,
         in the last layer.
         """
         return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
