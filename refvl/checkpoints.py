@@ -128,9 +128,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
     for weight, file in weight_map.items():
         path = PureWindowsPath(str(file))  # this class accepts both kinds of slash
         if path.suffix != ".safetensors" or path.anchor or ".." in path.parts:
-            raise ValueError(
-                f"{folder / INDEX}: expected a .safetensors file in this folder for {weight!r}, got {file!r}"
-            )
+            raise ValueError(f"{folder / INDEX}: expected a .safetensors file beside it for {weight!r}, got {file!r}")
     return sorted({file for weight, file in weight_map.items() if re.search(pattern, weight)})
 
 

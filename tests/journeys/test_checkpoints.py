@@ -173,7 +173,7 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     save_file(weights, folder.parent / "outside.safetensors")
     (folder / "model.safetensors").unlink()
     write_index(folder, dict.fromkeys(weights, place))
-    refuses(folder, "expected a .safetensors file in this folder for")
+    refuses(folder, "expected a .safetensors file beside it for")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_an_index_names_files_inside_the_folder(folder, place):
     [
         ('{"weight', "model.safetensors.index.json is not valid JSON"),
         ("{}", "model.safetensors.index.json: expected weights and their files under 'weight_map', got None"),
-        ('{"metadata": {}, "weight_map": {"a": 3}}', "expected a .safetensors file in this folder for 'a', got 3"),
+        ('{"metadata": {}, "weight_map": {"a": 3}}', "expected a .safetensors file beside it for 'a', got 3"),
     ],
 )  # fmt: skip
 def test_a_malformed_index_is_named(folder, content, message):
