@@ -119,7 +119,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # shared by all blocks
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
-        deeper = list[Tensor]()  # k tensors (M, D)
+        deeper: list[Tensor] = []  # k tensors (M, D)
         x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
         for i, block in enumerate(self.blocks):
             x_NE = block(x_NE, rotary, metadata, backend)
