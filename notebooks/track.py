@@ -1,5 +1,5 @@
-"""Nine functions that a reader writes, and a trained model that answers with them; nothing is
-trained again.
+"""Nine functions for the reader to write, and a trained model that answers with them; nothing is
+retrained.
 
     track.check(window_index)               correct, or the first difference, on named and 200 random cases
     track.run(window_index, predicted=...)  a scoreboard: correct answers with yours, with the library's, by chance
