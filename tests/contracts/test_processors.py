@@ -107,12 +107,8 @@ def video(frames: int, width: int, height: int, fps: float = 2.0) -> Video:
     return Video(black, fps, fps, tuple(range(frames)), frames, frames / fps)
 
 
-def text(words: str) -> dict:
-    return {"type": "text", "text": words}
-
-
 def user(*content) -> dict:
-    parts = [text(c) if isinstance(c, str) else c for c in content]
+    parts = [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]
     return {"role": "user", "content": parts}
 
 

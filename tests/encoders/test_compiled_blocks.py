@@ -1,8 +1,12 @@
 """Blocks that torch compiles: one graph for all sizes."""
 
+import random
+
 import pytest
 import torch
-from graph_families import GRIDS, build
+from closeness import assert_agree
+from graph_families import FAMILIES as ALL
+from graph_families import GRIDS, build, draw_layouts, make_case
 
 from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
@@ -45,6 +49,18 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
                 block(torch.zeros(rows, width, dtype=torch.bfloat16), *context, "varlen")
     assert len(graphs) == 1
     assert sum("flash_attention" in str(node.target) for node in graphs[0].graph.nodes) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ALL)
+def test_a_whole_tower_is_one_graph(family):
+    """Oracle: the tower as it is written."""
+    encoder = build(family)
+    case = make_case(encoder, draw_layouts(family, random.Random(0)))
+    plan = {"metadata": encoder.plan(case.layouts), "attention": "sdpa"}
+    with torch.inference_mode():
+        compiled = torch.compile(encoder, fullgraph=True, backend="eager")
+        assert_agree(compiled(case.rows, **plan), encoder(case.rows, **plan), encoder)
 
 
 def test_the_check_before_a_capture_leaves_compiled_code_in_place():

@@ -66,19 +66,16 @@ def test_golden(name, monkeypatch):
     vLLM divides exactly, `r / h`; the released code multiplies by a rounded 1 / h (docs/differences.md)."""
     monkeypatch.setattr(navit_siglip, "place_in_table", exact_places)
     [case] = [case for case in GOLDEN["cases"] if case["name"] == name]
-    sizes, x = case["tgt_sizes"], ARRAYS[f"idefics/{name}/x"]
+    sizes = case["tgt_sizes"]
+    x, want, positions = (ARRAYS[f"idefics/{name}/{part}"] for part in ("x", "y", "position_ids"))
     seen = None if case["tgt_sizes_passed"] else [(1, h * w) for h, w in sizes]
-    tower, want = golden_tower(), ARRAYS[f"idefics/{name}/y"]
+    tower = golden_tower()
     got = tower(x, torch.tensor(sizes), seen)
     assert got.shape == want.shape
     for b, (h, w) in enumerate(sizes):
         assert_agree(got[b, : h * w], want[b, : h * w], tower)
-        assert torch.equal(tower.plan([sizes[b]], seen and [seen[b]]).positions, golden_ids(name)[b, : h * w])
+        assert torch.equal(tower.plan([sizes[b]], seen and [seen[b]]).positions, positions[b, : h * w])
         assert not got[b, h * w :].any()
-
-
-def golden_ids(name):
-    return ARRAYS[f"idefics/{name}/position_ids"]
 
 
 @torch.no_grad()

@@ -102,10 +102,6 @@ def turn(parts: list[str]) -> list[dict]:
 # ---------------------------------------------------------------------------------- oracles: transformers' whole models
 
 
-def grid_inputs(name: str, trace, parts) -> dict:
-    return inputs_of(random_model(name), trace)
-
-
 def squares_of(vlm, picture: Image.Image) -> list[torch.Tensor]:
     """Step3's crops, then the overview, each (3, side, side)."""
     config = vlm.processor.image_config
@@ -180,7 +176,8 @@ def folded_inputs(name: str, trace, parts) -> dict:
     return inputs
 
 
-INPUTS = dict.fromkeys(GRIDS, grid_inputs) | {"Step-3.7": step_inputs} | dict.fromkeys(FOLDED, folded_inputs)
+INPUTS = dict.fromkeys(GRIDS, lambda name, trace, parts: inputs_of(random_model(name), trace))
+INPUTS |= {"Step-3.7": step_inputs} | dict.fromkeys(FOLDED, folded_inputs)
 
 
 def ask_transformers(name: str, trace, parts) -> tuple[list[int], torch.Tensor]:

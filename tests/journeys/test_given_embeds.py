@@ -66,13 +66,10 @@ def test_given_embeddings_give_the_same_ids(q, vlm, prompt):
     input_ids, pixels, embeds = prompt
     want = vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **pixels)
     assert torch.equal(vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **embeds), want)
-    in_pieces = embeds | {"image_embeds": list(embeds["image_embeds"].split(image_tokens(vlm, embeds)))}
+    tokens = [vlm.encoder.item_size(grid)[1] for grid in embeds["image_grid_thw"]]
+    in_pieces = embeds | {"image_embeds": list(embeds["image_embeds"].split(tokens))}
     assert torch.equal(vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **in_pieces), want)
     assert len(set(want[0, input_ids.shape[1] :].tolist())) > 2
-
-
-def image_tokens(vlm, arguments):
-    return [vlm.encoder.item_size(grid)[1] for grid in arguments["image_grid_thw"]]
 
 
 def test_pixels_of_one_kind_and_embeddings_of_the_other(vlm, prompt):

@@ -38,10 +38,6 @@ def load(folder, **options):
     return refvl.load(folder, text=False, device="cpu", progress=False, **options)
 
 
-def of_tower(name: str, weights: dict) -> dict:
-    return {key: x for key, x in weights.items() if re.search(random_model(name).family.vision_prefix, key)}
-
-
 def tower_folder(name: str, folder):
     """A folder with the tower's files alone: configs and its weights; no tokenizer, no chat
     template."""
@@ -49,7 +45,8 @@ def tower_folder(name: str, folder):
     for file in SIDE_FILES:
         if (random_folder(name) / file).is_file():
             shutil.copy(random_folder(name) / file, folder)
-    save_file(of_tower(name, load_file(random_folder(name) / "model.safetensors")), folder / "model.safetensors")
+    prefix, weights = random_model(name).family.vision_prefix, load_file(random_folder(name) / "model.safetensors")
+    save_file({key: x for key, x in weights.items() if re.search(prefix, key)}, folder / "model.safetensors")
     return folder
 
 

@@ -39,11 +39,6 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def as_strip(rows):
-    """(L, 3*P*P) rows -> (3, P, L*P): the patches side by side, as the checkpoints' code has them; P is 14."""
-    return rows.unflatten(1, (3, 14, 14)).permute(1, 2, 0, 3).flatten(2)
-
-
 @pytest.mark.parametrize(("width", "height", "most", "grid", "tokens"), GOLDEN["slices"])
 def test_grids_and_token_counts_equal_golden(width, height, most, grid, tokens):
     config = SliceConfig(max_slice_nums=most)
@@ -61,7 +56,8 @@ def test_pixels_equal_transformers_bit_for_bit(processor, image):
     rows, tgt_sizes = patchify_slices(image, CONFIG)
     assert [list(size) for size in tgt_sizes] == expected["target_sizes"].tolist()
     assert list(slice_grid(*image.size, CONFIG) or (0, 0)) == expected["grids"][0][::-1]  # theirs: rows, columns
-    assert torch.equal(as_strip(rows), expected["pixel_values"][0])
+    strip = rows.unflatten(1, (3, 14, 14)).permute(1, 2, 0, 3).flatten(2)  # patches side by side, as upstream
+    assert torch.equal(strip, expected["pixel_values"][0])
 
 
 @given(sides, sides, st.integers(1, 12))

@@ -31,8 +31,7 @@ def test_interleaved_pairs_equal_transformers(model_type, rotary, section, head_
     config = AutoConfig.for_model(model_type, head_dim=head_dim, rope_parameters=rope(section, share))
     axes = mrope_axis_of_pairs(section, interleaved=True)
     for axis in range(3):
-        positions = torch.zeros(3, 1, 1, dtype=torch.int64)
-        positions[axis] = 1
+        positions = torch.eye(3, dtype=torch.int64)[axis].view(3, 1, 1)
         _, sin = rotary(config)(torch.zeros(1), positions)
         assert ((sin[0, 0, : len(axes)] != 0) == (axes == axis)).all()
 
@@ -50,8 +49,7 @@ def test_runs_equal_transformers(model_type, rotary, section, share, pairs):
     embedding = rotary(AutoConfig.for_model(model_type, **text))
     axes = mrope_axis_of_pairs(section, interleaved=False)
     for axis in range(3):
-        positions = torch.zeros(3, 1, 1, dtype=torch.int64)
-        positions[axis] = 1
+        positions = torch.eye(3, dtype=torch.int64)[axis].view(3, 1, 1)
         sin = embedding(torch.zeros(1), positions)[1][..., pairs]
         if sin.ndim == 4:
             sin = torch.cat([part[i] for i, part in enumerate(sin.split(section, -1))], -1)

@@ -176,9 +176,9 @@ export default explorer(view => {
   }, () => {
     const best = Array.from({ length: blocks() }, (_, block) => {
       const seen = tower(block, view.item), most = Math.max(...seen), at = seen.indexOf(most);
-      return `block ${block} in row ${asked().patches[2 * at]}, column ${asked().patches[2 * at + 1]} (${percent(most / BYTE)})`;
+      return `in block ${block} to row ${asked().patches[2 * at]}, column ${asked().patches[2 * at + 1]} (${percent(most / BYTE)})`;
     });
-    return `The patch attends most to the patch of ${best.join(", of ")}. All numbers start at 0. The answer is "${asked().text}"`;
+    return `This patch attends most ${best.join(", ")}. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,

@@ -60,7 +60,7 @@ export default explorer(view => {
     return `operation ${view.item + 1} starts ${waited > 0.01 ? `${us(waited)} after its launch, because the device is still busy` : "as soon as it is launched"}`;
   }, () => {
     const [launched, eager, replayed] = LANES.map(name => times(name, view.item));
-    return `its launch ends at ${us(launched[1])}. It starts at ${us(eager[0])} in an eager run, and at ${us(replayed[0])} in a replay`;
+    return `its launch ends at ${us(launched[1])}. The operation starts at ${us(eager[0])} in an eager run, and at ${us(replayed[0])} in a replay`;
   });
   return { count };
 });

@@ -45,7 +45,7 @@ def _bfloat16(count: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
 
 CONVENTIONS: dict[str, Callable[[int, Sequence[MediaSpan]], tuple[Tensor, int]]] = {
     "transformers 5.17 to 5.23: a video uses max(h, w) positions": larger_side_positions,
-    "transformers up to 5.17: a step takes whole seconds": _whole_seconds,
+    "transformers up to 5.17: seconds per step are truncated": _whole_seconds,
     "vLLM 0.33.0 when pruning: an item uses w positions": width_offset_positions,
     "vLLM 0.33.0 when pruning: positions are in bfloat16": _bfloat16,
 }

@@ -136,7 +136,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "which token attends to which, in window order",
-    caption: () => "Which token attends to which, in window order: a token attends only to the tokens of its own square. The numbers are those in cu_seqlens: the patch at which a square begins",
+    caption: () => "Which token attends to which, in window order: a token attends only to the tokens of its own square. Each number is an entry of cu_seqlens: the first patch of that square",
     size: () => [side(), mask()],
     at: (x, y) => view.row.window_index[Math.floor((y / mask()) * tokens())] * block(),
     draw(pen, width, height) {
