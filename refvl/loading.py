@@ -176,7 +176,7 @@ def _check_arguments(path_or_id, weights, text: bool, graphs, compile: bool, max
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, "attn_implementation", "experts_implementation", *PLACEMENT], "load")
     if weights == "random" and (placed := [name for name in model_kwargs if name in PLACEMENT]):
-        raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
+        raise TypeError(f"{placed[0]}: applies to a checkpoint's weights, but weights='random' loads no checkpoint")
     if model_kwargs and not text:
         raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False omits")
 
@@ -257,7 +257,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: families.Family) -> None:
-    """Warn, by name, of the parts of a checkpoint that belong to neither vision nor text."""
+    """Warn about the parts of a checkpoint that belong to neither vision nor text, naming each one."""
     skipped = [name.split(".")[0] for name in checkpoints.weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))

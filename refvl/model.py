@@ -1,8 +1,8 @@
-"""The public class `VLM`, which `refvl.load` returns: it adds all other methods to the path of
-`refvl.pipeline`.
+"""The public class `VLM`, which `refvl.load` returns: it extends the pipeline in
+`refvl.pipeline` with all other methods.
 
-Each method is short and imports its folder only when called, so a plain answer needs only the
-stages.
+Each method is short and imports the code that it calls only when it runs, so a plain answer
+loads only the stages.
 
 chat, trace               one question; `trace` keeps the result of every stage (study/watch.py)
 chat_batch, answer_each   many questions, decoded together (serving/batches.py)
@@ -105,8 +105,9 @@ class VLM(Pipeline):
 
         attentions, hidden_states: keep the attention weights of all heads, and the values between
         blocks, for both the tower and the language model (see `Trace`). These two models then run
-        eagerly, with unchanged weights, even if graphs are captured. For long prompts, the attention weights need much
-        memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`.
+        eagerly, with unchanged weights, even if graphs are captured. For long prompts, the
+        attention weights need a lot of memory: layers * heads * tokens^2.
+        replace: functions by stage, such as `{"positions": f}`.
         f receives the result of the stage, and the run continues with f's return value
         (`refvl.study.interventions`). With `prefill_chunk`, pixels and embeddings are freed during
         the run. With beam search, prefill and decoding are one stage.
@@ -182,7 +183,7 @@ class VLM(Pipeline):
         return check_options(self, method, options, max_new_tokens)
 
     def answer_with_beams(self, trace: Record, max_new_tokens: int | None, **options) -> None:
-        """Answer like `answer`, but time the answer as one stage, because beam search does not call a streamer."""
+        """Do the same as `answer`, but time generation as one stage, because beam search calls no streamer."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()

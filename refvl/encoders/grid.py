@@ -129,7 +129,7 @@ class GridEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Return a dict that maps the name of each convolution kernel that the module stores as
-        a matrix to the kernel's shape in the checkpoint.
+        """Return the checkpoint shapes, by name, of the convolution kernels that the module
+        stores as matrices.
         """
         return {"patch_embed.proj.weight": self.config.patch_kernel}

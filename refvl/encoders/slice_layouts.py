@@ -70,7 +70,7 @@ def as_temporal_groups(temporal_ids, num_slices: int, name: str = "temporal_ids"
         temporal_ids = check_integers(check_shape(temporal_ids, ("slices",), name), name)[:, None].tolist()
     groups = [[NO_TIME if id_ is None else id_ for id_ in as_sequence(ids, name)] for ids in temporal_ids]
     if not all(groups) or not all(is_integer(id_) and id_ >= NO_TIME for id_ in chain(*groups)):
-        raise ValueError(f"{name}: expected groups of integers, none below -1 (no time), got {groups}")
+        raise ValueError(f"{name}: expected groups of integers of at least -1 (-1: no time), got {groups}")
     if (count := sum(map(len, groups))) != num_slices:
         raise ValueError(f"{name}: expected one id for each of {num_slices} slices, got {count} in {groups}")
     return groups

@@ -16,8 +16,9 @@ The crops, the plan and the two paths are the same as in Step3 (`refvl.encoders.
 there is no class token.
 
 In released files, neighbouring dimensions (0 and 1, 2 and 3, ...) form a rotary pair. In
-transformers' files and in this encoder, dimensions of the two halves (0 and K/2, ...) form a pair.
-When the encoder loads a released file, it therefore reorders the rows of q and k.
+transformers' files and in this encoder, each dimension of the first half is paired with its
+counterpart in the second half (0 with K/2, ...). When the encoder loads a released file, it
+therefore reorders the rows of q and k.
 
 Shape suffixes: B squares, N patches of all squares, T patches of one square, E tower width, H
 heads, K head dimension. Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel`

@@ -106,7 +106,7 @@ class Tower(nn.Module):
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
     def item_size(self, layout: Any) -> tuple[int, int, int]:
-        """Return the numbers of (patch rows, output tokens, frames) of an item, here a grid (t, h, w) of patches."""
+        """Return an item's counts (patch rows, output tokens, frames); the item is a grid (t, h, w) of patches."""
         t, h, w = layout
         return t * h * w, t * h * w // self.block_size, t
 

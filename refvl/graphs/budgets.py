@@ -121,8 +121,8 @@ def plan_batches(
     output_tokens: the number of tokens of each item, which may be 0. frames: the number of
     frames of each item (optional); `max_frames` limits their sum per batch. policy: "greedy"
     adds sorted items to a batch while they fit the largest budget. "optimal" minimises the sum
-    of budgets, then the number of batches. For up to 12 items, it searches all partitions; it
-    cuts longer sorted lists into consecutive batches.
+    of budgets, then the number of batches. For up to 12 items, it searches all partitions; longer
+    lists are sorted and cut into consecutive batches.
 
     Batches are in the order of their smallest items; items that fit no graph come last, each
     alone, with budget None. Every index appears once, and equal arguments give equal batches.

@@ -86,7 +86,8 @@ class TraceGraph:
         self.output: Tensor | None = None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run `function` once and record it; before `replay`, copy new contents into the tensors that it closes over.
+        """Run `function` once and record it; before `replay`, copy new contents into the
+        tensors that `function` closes over.
 
         Captures from several threads run one after the other. Raises CaptureError if `function`
         reads a value back or a shape depends on data; in that case nothing is recorded.

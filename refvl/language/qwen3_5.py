@@ -42,5 +42,5 @@ class MiniCPMV4_7TextModel(MiniCPMV4_6TextModel):
         """Return positions on canvases, (3, L) int64. Raises ValueError if config.json does not set the separators."""
         marks = CanvasMarks(**{name: getattr(self.config, f"{name}_id") for name in CanvasMarks._fields})
         if spans and None in marks:
-            raise ValueError(f"config.json: expected token ids for image_start_id and other separators, got {marks}")
+            raise ValueError(f"config.json: expected ids for image_start_id and the other separators, got {marks}")
         return canvas_positions(ids_L, spans, marks)

@@ -161,7 +161,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan how an image of width x height pixels is cut. Sizes are truncated in floating point, as upstream.
+    """Plan how an image of width x height pixels is cut. Sizes are truncated in floating point, as they are upstream.
 
     Raises ValueError for an aspect ratio above 200: such an image would become a huge square,
     or hundreds of crops.

@@ -56,7 +56,7 @@ def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
 def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
     """Reshape (M, D), frame-major, to (t, M / t, D); raise ValueError for a num_frames that does not divide M."""
     if len(rows_MD) % check_positive_int(num_frames, "num_frames") or not len(rows_MD):
-        raise ValueError(f"num_frames: must divide the {len(rows_MD)} tokens of video_embeds, got {num_frames}")
+        raise ValueError(f"num_frames: expected a divisor of {len(rows_MD)} (tokens of video_embeds), got {num_frames}")
     return rows_MD.unflatten(0, (num_frames, -1))
 
 

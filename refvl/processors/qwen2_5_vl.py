@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's prompts: an image or a video is one run of equal tokens between two special tokens.
+"""Qwen2.5-VL's prompts: an image or a video is one run of identical tokens between two special tokens.
 
 The prompt contains no timestamps; the seconds between frames scale the time axis of a video's
 positions instead.

@@ -189,7 +189,7 @@ def _read(model, config: Any, stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Names(nn.Module):
-    """Modules with transformers' names. If a module is replaced here, as PEFT does, it is also
+    """Modules with transformers' names. If PEFT replaces a module here, the module is also
     replaced in the model.
     """
 

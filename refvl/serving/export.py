@@ -153,7 +153,7 @@ def read_header(target: Path) -> dict:
 
 
 def read_embeddings(out: str | Path, name: str) -> Tensor:
-    """Return the embeddings of one image or video, (tokens, width), by its name."""
+    """Return the embeddings, (tokens, width), of the image or video called `name`."""
     with safe_open(target_of(out, name), framework="pt") as stored:
         return stored.get_tensor("embeds")
 

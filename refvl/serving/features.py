@@ -130,7 +130,7 @@ def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Ten
 
 
 def first_rows(places: Tensor, lengths: list[int]) -> Tensor:
-    """Return the index of the patch row at each position in a block; after a fold, that of a window's first patch."""
+    """Return the patch index of each row in a block; after a fold, the index of the first patch in each window."""
     return places[:: len(places) // sum(lengths)]
 
 

@@ -72,7 +72,7 @@ class FusedSwiGLU(SwiGLU):
     """
 
     def forward(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
-        """Map (N, E) twice to (N, E); the residual must not be used again."""
+        """Map two (N, E) tensors to (N, E); the residual is overwritten, so do not use it again."""
         gate, down = self.gate_proj, self.down_proj.weight
         if torch.is_grad_enabled() or down.is_contiguous() or {*map(type, self.children())} != {nn.Linear}:
             return super().forward(x_NE, residual_NE)

@@ -141,7 +141,7 @@ class MediaCache:
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
-    """Return finished copies, because on a GPU, other threads may read them or free the originals on other streams."""
+    """Copy entries and wait, because on a GPU, other threads may read a copy, or free its original, too early."""
     copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
     if copies and copies[0].rows.is_cuda:
         torch.cuda.current_stream(copies[0].rows.device).synchronize()

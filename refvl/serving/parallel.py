@@ -78,7 +78,7 @@ def get_speed_up(grouped_sizes: Sequence[int]) -> float:
 def _check_sizes(sizes: Sequence[int]) -> None:
     for i, size in enumerate(sizes):
         if isinstance(size, bool) or not isinstance(size, Real) or not size >= 0:
-            raise ValueError(f"sizes[{i}]: expected a number of at least 0, got {size!r}")
+            raise ValueError(f"sizes[{i}]: expected a non-negative number, got {size!r}")
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def answer_file(vlm: Any, file: Path, out: Path, *, common: dict, progress: bool
     requests = dict[Any, dict]()
     for number, request in _objects(file):
         if (name := request.pop("id", number)) in requests:
-            raise ValueError(f"{file}, line {number}: expected a new id, got {name!r} again")
+            raise ValueError(f"{file}, line {number}: expected a new id, got {name!r}, which an earlier line has")
         requests[name] = request
     answered = set()
     for number, said in _objects(out) if out.exists() else ():

@@ -1,4 +1,4 @@
-"""Text as it is generated: transformers' `generate` runs in its own thread, which ends if the reader stops."""
+"""Text as it is generated: transformers' `generate` runs in a thread that ends when the caller stops reading."""
 
 from collections.abc import Iterator
 from threading import Event, Thread

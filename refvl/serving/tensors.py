@@ -124,7 +124,7 @@ def _take(model: Any, kind: str, queue: Iterator, ids: Tensor) -> list:
     while wanted > 0:
         item = next(queue, None)
         if item is None:
-            raise ValueError(f"input_ids: expected only placeholders of the given {kind}s, got {wanted} more")
+            raise ValueError(f"input_ids: expected placeholders only for the given {kind}s, got {wanted} too many")
         taken.append(item)
         wanted -= item[0].num_tokens
     return taken

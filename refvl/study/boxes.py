@@ -1,5 +1,5 @@
-"""Boxes and points in answers: how to find them in the text,
-and how to convert them to pixels of the image and back.
+"""Boxes and points in answers: how to find them in the text, and how to convert them to and
+from image pixels.
 
 The unit of coordinates differs from family to family, and answers do not state it:
 

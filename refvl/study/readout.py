@@ -69,8 +69,8 @@ class Readout(ExitStack):
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 
-    # torch adds or removes a hook and its `with_kwargs` flag in two steps; between these steps,
-    # other threads pass no kwargs.
+    # torch adds or removes a hook and its `with_kwargs` flag in two steps; between them, a hook
+    # that another thread calls gets no kwargs.
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() == self.thread:
             cache = (kwargs or {}).get("past_key_values")

@@ -1,4 +1,4 @@
-"""Computations of released software that differ from refvl's, for comparison only.
+"""What released software computes differently from refvl; for comparison only.
 
 Each function is named after its effect; its docstring names the releases. Notebooks 02 and 03 show
 the consequences.

@@ -73,7 +73,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class StagedConfig(PatchConfig):
-    """The settings of images or videos, with the reader's `target_size`."""
+    """The settings for images or videos, with your `target_size`."""
 
     stages: Any = None
 

@@ -118,7 +118,7 @@ def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
 
 
 class _WatchedSegments:
-    """A wrapper of the `Segments` that a block receives; it keeps each segment's weights."""
+    """A wrapper around the `Segments` that a block receives; it keeps each segment's weights."""
 
     def __init__(self, segments: Segments, kept: list[list[Tensor]]):
         self.segments, self.kept = segments, kept

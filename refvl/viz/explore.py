@@ -229,8 +229,8 @@ def explore_slices(
 
     image: anything `load_image` accepts; its middle is shown in several aspect ratios. crops:
     Step3-VL's config. model: a small MiniCPM-V that cuts like `config`, into slices that are
-    smaller by a whole factor. With a model, the explorer also shows its queries' attention to every
-    slice, and its answer to `question`. Needs anywidget.
+    smaller by a whole factor. If a model is given, the explorer also shows the attention of the
+    model's queries to every slice, and the model's answer to `question`. Needs anywidget.
     """
     return SlicesExplorer(image, config, crops, model, question)
 

@@ -34,7 +34,7 @@ HEAT_ROWS, HEAT_COLUMNS = 48, 120
 def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] = ()) -> str:
     """Return a tensor's name, shape, type and numbers, with a drawing.
 
-    Cumulative lengths are drawn as segments, and a permutation as an order (on the grid of `merged`
+    Cumulative lengths are drawn as segments, and a permutation by the order that it produces (on the grid of `merged`
     (t, h, w) tokens, if the sizes match). Any other tensor is drawn as a heat map.
     """
     x = x.detach().cpu()

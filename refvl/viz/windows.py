@@ -23,7 +23,7 @@ def plot_windows(
 
     image: anything `load_image` accepts. window_size: pixels. numbers: "windows" numbers the
     windows; "tokens" writes into each merged token its index in window order, if the token is large
-    enough. Raises ValueError for other values of numbers.
+    enough. Raises ValueError if `numbers` has any other value.
     """
     if numbers not in ("windows", "tokens"):
         raise ValueError(f"numbers: expected 'windows' or 'tokens', got {numbers!r}")

@@ -136,7 +136,7 @@ def test_the_planned_frequencies_survive_a_cast():
         ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: expected at most 24 .* got \[30, 6\]"),
         ([(4, 6), (2, 3)], [[1], [2, 3]], ValueError, "temporal_ids: expected one id for each of 2"),
         ([(4, 6), (2, 3)], [[1, 2], []], ValueError, "temporal_ids: expected groups of integers"),
-        ([(4, 6), (2, 3)], [[1, -2]], ValueError, r"temporal_ids: expected .* none below -1"),
+        ([(4, 6), (2, 3)], [[1, -2]], ValueError, r"temporal_ids: expected .* of at least -1"),
         ([(4, 6), (2, 3)], [1, 2], TypeError, "temporal_ids: expected a sequence, got int"),
         ([(4, 6), (2, 3)], torch.ones(2), TypeError, "temporal_ids: expected integers, got dtype"),
     ],

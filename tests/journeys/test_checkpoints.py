@@ -281,7 +281,7 @@ def test_sizes_are_checked_before_memory_is_taken(folder, change):
         ({"trust_remote_code": True}, "trust_remote_code: refvl runs no code from a checkpoint"),
         ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),
         ({"graphs": {"budget": [16]}}, "budget: graphs accepts no such argument; did you mean 'budgets'?"),
-        ({"weights": "random", "device_map": "auto"}, "device_map: places the weights of a checkpoint"),
+        ({"weights": "random", "device_map": "auto"}, "device_map: applies to a checkpoint's weights"),
     ],
 )
 def test_arguments_that_nobody_reads(folder, arguments, message):

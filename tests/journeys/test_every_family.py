@@ -68,7 +68,7 @@ REFUSED = {
     "no placeholders": (lambda i: {"input_ids": i["input_ids"][:, :2]}, "expected placeholders for all media"),
     "twice as many": (
         lambda i: {"input_ids": i["input_ids"].repeat(2, 1)},
-        "input_ids: expected only placeholders of the given images, got .* more",
+        "input_ids: expected placeholders only for the given images, got .* too many",
     ),
 }
 

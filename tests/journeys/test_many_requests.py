@@ -112,7 +112,7 @@ def test_a_file_of_requests_becomes_a_file_of_answers(vlm, want, file, tmp_path)
 
 MALFORMED = {  # the files of requests and of answers
     "requests.jsonl, line 2: Expecting value": ("{}\nno json", ""),
-    "requests.jsonl, line 3: expected a new id, got 1 again": ('{"id": 1}\n\n{"id": 1}', ""),
+    "requests.jsonl, line 3: expected a new id, got 1, which an earlier line has": ('{"id": 1}\n\n{"id": 1}', ""),
     "out, line 1: expected keys id and answer, or id and error": ("{}", '{"prompt": "What?"}\n'),
 }
 

@@ -189,7 +189,7 @@ def test_speed_up_counts_the_slowest_rank():
 def test_wrong_sizes_are_named():
     with pytest.raises(ValueError, match="num_gpus: must be at least 1, got 0"):
         get_load_balance_assignment([1, 2], 0)
-    with pytest.raises(ValueError, match=r"sizes\[1\]: expected a number of at least 0, got -2"):
+    with pytest.raises(ValueError, match=r"sizes\[1\]: expected a non-negative number, got -2"):
         get_load_balance_assignment([1, -2], 2)
 
 

@@ -250,7 +250,7 @@ NAN = float("nan")
         (lambda: compute_retained_tokens_count(0, 2, 0.5), "tokens_per_frame: must be at least 1"),
         (lambda: compute_retained_tokens_count(4, 2, 1.0), r"q: expected .* in \[0, 1\), got 1"),
         (lambda: compute_retention_mask(torch.ones(8, 2), (2, 4, 5), 2, 0.5), r"thw\[0\]: h and w must be multiples"),
-        (lambda: compute_dissimilarity(torch.ones(8, 2), 3), "num_frames: must divide the 8 .* got 3"),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), 3), "num_frames: expected a divisor of 8 .* got 3"),
         (lambda: compute_mrope_for_media((2, 4, 4), 2, 2, NAN), "video_second_per_grid: .* got nan"),
         (lambda: restrict_positions(torch.zeros(3, 5), torch.ones(4).bool()), "keep_L: expected a bool mask"),
     ],

@@ -1,4 +1,4 @@
-"""Every explorer, on images, videos and models of the repository, for the pages and the tests."""
+"""Every explorer, built from images, videos and models in the repository, for the pages and the tests."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "deepstack": lambda: explore.explore_deepstack(
         small_model("tiny-qwen3_vl"),
         {
-            "an image, cut and swapped": ("What shape is the red object?", bottom_first(SCENE)),
+            "an image with its halves swapped": ("What shape is the red object?", bottom_first(SCENE)),
             "a video": ("Which way does the circle move?", CLIP),
             "an image": ("What color is the circle?", SCENE),
         },

@@ -74,7 +74,7 @@ class MropeExplorer(Explorer):
             offsets = torch.arange(EXTENT[axis]) - QUERY[axis]
             left.plot(offsets, curve, color=AXIS_COLORS[axis], lw=3 - number / 2, label=axis)
         left.set(xlabel="key - query, on one axis", ylabel="score", ylim=(min(0, left.get_ylim()[0]), 1.05))
-        left.set_title("score of two equal vectors,\nif they differ on one axis", fontsize=10)
+        left.set_title("score of two equal vectors whose\npositions differ on one axis", fontsize=10)
         left.legend(title="axis", fontsize=8, loc="lower left")
         for number, axis in enumerate(EXTENT):
             planes = (row["axes"] == number).nonzero().flatten()
