@@ -77,8 +77,7 @@ def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
     """Rotate by `rotary_factors` like `apply_rotary`: x times cos, plus x with its halves swapped times sin."""
     if x_NHK.is_cuda and x_NHK.ndim == 3 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return rotate_by_offsets(x_NHK, cos_N1K, sin_N1K)
-    first, second = x_NHK.chunk(2, dim=-1)
-    swapped_NHK = torch.cat([second, first], dim=-1)
+    swapped_NHK = torch.cat(x_NHK.chunk(2, dim=-1)[::-1], dim=-1)
     return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)
 
 

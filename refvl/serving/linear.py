@@ -88,7 +88,7 @@ class FusedSwiGLU(SwiGLU):
 def fuse_layers(tower: nn.Module) -> None:
     """Make every SwiGLU in `tower` a `FusedSwiGLU` and every QKV projection a `SpacedLinear`, in place."""
     for module in tower.modules():
-        if type(module) is SwiGLU:
+        if isinstance(module, SwiGLU):
             _fuse_mlp(module)
         elif type(getattr(module, "qkv", None)) is nn.Linear:
             module.qkv.__class__ = SpacedLinear

@@ -37,6 +37,7 @@ from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
 from refvl.loading import load
 from refvl.paths import CLONE, DATA
+from refvl.serving.linear import fuse_layers
 from refvl.study.costs import encoder_operations
 
 SCENE, PAGE = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png"
@@ -149,7 +150,7 @@ def _check_tower(name: str, device: torch.device, compiled: bool) -> Iterator[di
     growth = _growth(encoder, rows, layouts, wanted)
     has_graphs = next(family for family in FAMILIES if family.encoder is type(encoder)).can["graphs"]
     for dtype in (torch.float32, torch.float16):
-        encoder.to(device, dtype)
+        fuse_layers(encoder.to(device, dtype))  # as `refvl.load` does
         values = rows.to(device, dtype)
         allowed, way = _allowed(encoder, dtype) * growth, "eager"
         if compiled:
