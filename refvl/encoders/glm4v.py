@@ -98,7 +98,7 @@ class Glm4vVisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        Pass `grid_thw`, which this call plans, or the `metadata` of an earlier `plan`. `attention`
         overrides the tower's backend; a graph capture requests static shapes. Raises ValueError if
         the rows do not match the plan, and TypeError if they are not floats.
         """

@@ -162,7 +162,7 @@ class MiniCPMVEncoder(Tower):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, groups and slices in order.
 
-        Pass `layouts`, which are then planned in this call, or the `MiniCPMVMetadata` that an earlier `plan` returned.
+        Pass `layouts`, which this call plans, or the `MiniCPMVMetadata` that an earlier `plan` returned.
         `attention` overrides the backend; a graph capture requests static shapes. Raises
         ValueError if the rows do not match the plan, and TypeError if they are not floats.
         """

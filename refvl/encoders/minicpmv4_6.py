@@ -143,7 +143,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
     def forward(self, pixel_values: Tensor, layouts=None, *, metadata=None, attention: str | None = None) -> Tensor:  # type: ignore[override]
         """Encode (N, 3*P*P) patch rows of all items as (M, D) tokens, with items, slices and rows in order.
 
-        Pass `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        Pass `layouts`, which this call plans, or the `metadata` of an earlier `plan`. `attention`
         overrides the backend. Raises ValueError if the rows do not match the plan, and
         TypeError if they are not floats.
         """

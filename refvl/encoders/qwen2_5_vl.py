@@ -125,7 +125,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata=None, attention: str | None = None) -> Tensor:
         """Encode (N, C*Tp*P*P) patch rows of all items as (M, D) embeddings, with items in order.
 
-        Pass `grid_thw` to plan in this call, or the `metadata` of an earlier `plan`.
+        Pass `grid_thw`, which this call plans, or the `metadata` of an earlier `plan`.
         `attention` overrides the tower's backend; a graph capture requests static shapes. In
         float16, the last blocks can overflow (see `clamp_overflow`).
         """

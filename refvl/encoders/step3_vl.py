@@ -193,7 +193,7 @@ class Step3VisionEncoder(Tower):
 
         An image's rows are the patches of its crops in order, then those of the overview, each
         in row-major order; the image's embeddings have the same order. With patch rows, pass
-        `layouts` to plan in this call, or the `metadata` of an earlier `plan`. `attention`
+        `layouts`, which this call plans, or the `metadata` of an earlier `plan`. `attention`
         overrides the encoder's backend. Raises ValueError if the rows do not match the plan,
         and TypeError if they are not floats.
         """

@@ -59,7 +59,7 @@ export default explorer(view => {
   view.column("1. From the answer to the image");
   view.canvas({
     name: () => `"${asked().prompt}" When the model chose "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `${named("head")} of layer ${view.option("layer")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less a token is faded, the more attention it gets`,
+      `${named("head")} of layer ${view.option("layer")} gave ${percent(sum(picture(weights())) / FULL)} of its attention to the image. The less faded a token is, the more attention it gets`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
@@ -176,9 +176,9 @@ export default explorer(view => {
   }, () => {
     const best = Array.from({ length: blocks() }, (_, block) => {
       const seen = tower(block, view.item), most = Math.max(...seen), at = seen.indexOf(most);
-      return `in block ${block} to row ${asked().patches[2 * at]}, column ${asked().patches[2 * at + 1]} (${percent(most / BYTE)})`;
+      return `row ${asked().patches[2 * at]}, column ${asked().patches[2 * at + 1]} in block ${block} (${percent(most / BYTE)})`;
     });
-    return `This patch attends most ${best.join(", ")}. All numbers start at 0. The answer is "${asked().text}"`;
+    return `This patch attends most to the following patches: ${best.join("; ")}. All numbers start at 0. The answer is "${asked().text}"`;
   });
   return {
     count: () => asked().patches.length / 2,

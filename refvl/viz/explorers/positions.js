@@ -18,7 +18,7 @@ export default explorer(view => {
   const words = axis => view.colors[`${axis}_text`] ?? view.colors[axis];
 
   view.title(() => view.row.other
-    ? `Solid: ${view.option("family")} continues with text ${count()} at position ${count() + view.row.delta}. Dashed: under the compared rule, at ${count() + view.row.other_delta}`
+    ? `Solid: ${view.option("family")} gives the next text token, number ${count()}, position ${count() + view.row.delta}. Dashed: the other rule gives it position ${count() + view.row.other_delta}`
     : `The prompt has ${count()} tokens, but the next text is at position ${count() + view.row.delta}: the tokens of an image share positions`);
 
   // the lines up to the token `until`: the part that the model has read so far

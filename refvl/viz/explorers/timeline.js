@@ -75,7 +75,7 @@ export default explorer(view => {
 
   const shown = () => lineOf(view.item);
   view.canvas({
-    name: () => `the prompt's ${steps(shown())} pairs under the rule of ${rules[shown()]}, each followed by its timestamp`,
+    name: () => `the prompt's ${steps(shown())} frame pairs by the rule of ${rules[shown()]}, each followed by its timestamp`,
     caption: () => `The prompt of ${rules[shown()]}: the tokens of each pair, then its timestamp`,
     size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
     at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),

@@ -41,7 +41,7 @@ export default explorer(view => {
   view.column();
   view.canvas({
     name: shown,
-    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not faded: the patches that the chosen patch may attend to. Orange: the patch, framed with the three that merge with it"
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not faded: the patches that the chosen patch may attend to. Orange: the chosen patch; the frame also encloses the three patches that merge with it"
       : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
