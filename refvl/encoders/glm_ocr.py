@@ -136,9 +136,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        spare_N1K = torch.empty_like(
-            q_NHK[:, :1]
-        )  # memory in front of and behind the heads, as on a GPU `rotate` needs
-        qk_NHK = torch.cat([spare_N1K, self.q_norm(q_NHK), self.k_norm(k_NHK), spare_N1K], dim=1)[:, 1:-1]
+        q_NHK, k_NHK = self.q_norm(q_NHK), self.k_norm(k_NHK)
+        qk_NHK = torch.cat([k_NHK[:, :1], q_NHK, k_NHK, q_NHK[:, :1]], dim=1)[:, 1:-1]  # with margins for `rotate`
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)

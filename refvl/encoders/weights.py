@@ -15,13 +15,9 @@ FUSED = re.compile(r"\.qkv\.")  # names of parameters that a checkpoint may stor
 
 
 def load_strict(
-    module: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    rename: Callable[[str], str] = lambda name: name,
-    kernels: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    skip: str = "(?!)",
-) -> set[str]:
+    module: nn.Module, weights: Iterable[tuple[str, Tensor]], *, rename: Callable[[str], str] = lambda name: name,
+    kernels: Mapping[str, tuple[int, ...]] = MappingProxyType({}), skip: str = "(?!)",
+) -> set[str]:  # fmt: skip
     """Copy (checkpoint name, tensor) pairs into `module`; return the names of the filled parameters.
 
     rename: checkpoint name -> module name; `attn.q.weight`, `attn.k.weight` and `attn.v.weight`

@@ -84,17 +84,20 @@ def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
 def rotate_by_offsets(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
     """Rotate like `rotate`, in two kernels instead of four: swapped halves are read in place.
 
-    No view swaps the halves a and b of every head, because strides cannot be negative. With a spare
-    half at each end, however, a view can list them as (spare, b0), (a0, b1), (a1, b2), and so on.
-    In the order of memory, (spare, a0), (b0, a1), (b1, a2), the view of x lists their partners.
-    Nothing reads the spare results. If the memory around x has no spare halves, x is copied.
+    To swap the halves a and b of each head, a view would need a negative stride. Instead, two views
+    start half a head early ("-" is memory around the heads; results there are never read):
+
+        x, in the order of memory:          (-, a0) (b0, a1) (b1, a2) (b2, -)
+        results, with strides K and 3K/2:   (-, b0) (a0, b1) (a1, b2) (a2, -)
+
+    Above each result is its partner in x. If less than half a head surrounds x, x is copied.
     """
     N, H, K = x_NHK.shape
     end = x_NHK.storage_offset() + (N - 1) * x_NHK.stride(0) + H * K
     spare = min(x_NHK.storage_offset(), x_NHK.untyped_storage().nbytes() // x_NHK.itemsize - end)
     if spare < K // 2 or x_NHK.stride()[1:] != (K, 1):
         x_NHK = F.pad(x_NHK, (0, 0, 1, 1))[:, 1:-1]
-    products = cos_N1K.new_empty(N, H + 2, K)
+    products = x_NHK.new_empty(N, H + 2, K, dtype=torch.promote_types(x_NHK.dtype, cos_N1K.dtype))
     out = torch.empty_like(products, dtype=x_NHK.dtype)
     torch.mul(x_NHK, cos_N1K, out=products[:, 1:-1])
     own = (N, H + 1, 2, K // 2), (products.stride(0), K, K // 2 * 3, 1)

@@ -37,8 +37,7 @@ class OneDnnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         weight, rows = self.weight, input.numel() // max(self.in_features, 1)
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-        suits = not other and rows > 1 and rows * weight.numel() >= MIN_WORK
+        suits = not (_has_mode() or torch.compiler.is_compiling()) and rows > 1 and rows * weight.numel() >= MIN_WORK
         if suits and input.dtype == weight.dtype == torch.float32 and input.device == weight.device == CPU:
             return _onednn(input, weight, self.bias)
         return super().forward(input)
@@ -49,7 +48,7 @@ class SpacedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, in) to (N, out)."""
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _has_mode() or input.ndim != 2 or _is_quantised(self):
             return super().forward(input)
         size = len(input) * self.out_features
         out = input.new_empty(size + 2 * SPARE)[SPARE : SPARE + size].view(len(input), self.out_features)
@@ -67,14 +66,14 @@ class FusedSwiGLU(SwiGLU):
     0.358 ms at 1036 px. The last matmul adds its product to the residual, in place. The hidden
     values have a further column, which is always 1, so the bias of `down_proj` is a column of
     its wide matrix. Names, shapes and values of the weights are as before, but those of
-    `down_proj` are not contiguous. With gradients, or once the weights have been moved
-    elsewhere, it computes like a SwiGLU.
+    `down_proj` are not contiguous. With gradients or autocast, and once layers have adapters,
+    hooks, or weights that were moved or replaced, it computes like a SwiGLU.
     """
 
     def forward(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
         """Map two (N, E) tensors to (N, E); the residual is overwritten, so do not use it again."""
         gate, down = self.gate_proj, self.down_proj.weight
-        if torch.is_grad_enabled() or down.is_contiguous() or {*map(type, self.children())} != {nn.Linear}:
+        if _has_mode() or not self.is_fused():
             return super().forward(x_NE, residual_NE)
         E, width = down.shape[0], down.stride(0)
         weight, bias = gate.weight.as_strided((2 * width, E), (E, 1)), gate.bias.as_strided((2 * width,), (1,))
@@ -84,9 +83,31 @@ class FusedSwiGLU(SwiGLU):
             gate_NI, up_NI = map(partial(F.linear, x_NE), weight.chunk(2), bias.chunk(2))
         return residual_NE.addmm_(F.silu(gate_NI) * up_NI, down.as_strided((width, E), (1, width)))
 
+    def is_fused(self) -> bool:
+        """Return whether the layers are as `fuse_layers` left them, without adapters, hooks or new weights."""
+        gate, up, down = layers = self.gate_proj, self.up_proj, self.down_proj
+        changed = any(type(x) is not nn.Linear or x._forward_hooks or x._forward_pre_hooks for x in layers)
+        if changed or down.weight.is_contiguous() or torch.compiler.is_compiling():  # which cannot read addresses
+            return not changed and not down.weight.is_contiguous()
+        size, width = down.weight.itemsize, down.weight.stride(0)
+        pairs = (gate.weight, up.weight), (gate.bias, up.bias), (down.weight, down.bias)
+        steps = width * down.out_features, width, down.in_features
+        beside = (b.data_ptr() - a.data_ptr() == size * n for (a, b), n in zip(pairs, steps, strict=True))
+        return not any(map(_is_quantised, layers)) and all(beside)
+
+
+def _has_mode() -> bool:
+    """Return whether gradients or autocast are enabled, which torch's own layers support."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _is_quantised(layer: nn.Linear) -> bool:
+    """Return whether the weight is of a class with its own kernels, such as those of torchao."""
+    return type(layer.weight).__torch_function__ is not nn.Parameter.__torch_function__
+
 
 def fuse_layers(tower: nn.Module) -> None:
-    """Make every SwiGLU in `tower` a `FusedSwiGLU` and every QKV projection a `SpacedLinear`, in place."""
+    """Make every SwiGLU of Qwen2.5-VL in `tower` a `FusedSwiGLU`, and every QKV layer a `SpacedLinear`, in place."""
     for module in tower.modules():
         if isinstance(module, SwiGLU):
             _fuse_mlp(module)

@@ -83,13 +83,9 @@ def _check_sizes(sizes: Sequence[int]) -> None:
 
 @torch.no_grad()
 def run_dp_sharded_mrope_vision_model(
-    vision_model,
-    pixel_values: Tensor,
-    grid_thw_list: Sequence,
-    *,
-    rope_type: str = "rope_3d",
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, ...]:
+    vision_model, pixel_values: Tensor, grid_thw_list: Sequence,
+    *, rope_type: str = "rope_3d", group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
     vision_model: a refvl encoder, or an `EncoderGraphManager`; each rank then replays its own

@@ -44,22 +44,21 @@ KERNELS_AROUND_A_REPLAY = {  # all buffers filled and padded, outputs cloned; wh
 
 
 def start(family):
-    """An encoder on the device, and a picture's rows and layout on the host, in
-    float32 as processors make them."""
+    """An encoder on the device, as `load` builds it, and a picture's rows and
+    layout on the host, in float32 as processors make them.
+    """
     encoder = build(family)
     if family in SQUARES | FOLDED:  # the kernels do not take heads of 12
         tower = (SQUARES | FOLDED)[family]
         encoder = randomize(tower(replace(tower.config_class.tiny(), hidden_size=64)), 0.1)
     case = make_case(encoder, [LAYOUTS.get(family, ((3, 3), (4, 5)))])
-    encoder = encoder.to("cuda", torch.bfloat16)
+    fuse_layers(encoder.to("cuda", torch.bfloat16))
     return encoder, case.rows.float(), case.layouts
 
 
 @pytest.mark.parametrize("family", KERNELS_PER_BLOCK)
 def test_kernels_per_block(machine, family):
-    """As `load` builds the tower on a GPU."""
     encoder, rows, layouts = start(family)
-    fuse_layers(encoder)
     machine.dtypes.clear()
     found, before = list[int](), list[int]()
     for module in encoder.blocks:
@@ -75,7 +74,6 @@ def test_the_benchmark_counts_the_kernels_that_run(machine):
     """Notebook 11 estimates launches from a count on the meta device. Oracle: the
     simulated device."""
     encoder, rows, layouts = start("Qwen2.5-VL")
-    fuse_layers(encoder)
     with torch.inference_mode():
         pixel_values, metadata = send_rows([rows], encoder), encoder.plan(layouts)
         ran = machine.counted(lambda: encoder(pixel_values, metadata=metadata))[1]

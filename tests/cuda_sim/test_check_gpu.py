@@ -66,10 +66,6 @@ def test_all_checks_pass_on_the_second_gpu(gpus, monkeypatch, tmp_path, capsys):
     assert {"Step3-VL, torch.float16, graphs", "Qwen2.5-VL, torch.float16, compiled"} <= named
 
 
-def wrong_rotary(monkeypatch):
-    monkeypatch.setattr(rotary, "rotate_by_offsets", lambda x, cos, sin: x)
-
-
 def tests_that_fail(monkeypatch):
     def fails_on_the_second(*args, env, **options):
         return SimpleNamespace(returncode=int(env["CUDA_VISIBLE_DEVICES"]), stdout="7 passed in 3.00s")
@@ -85,7 +81,7 @@ def timers_that_fail(monkeypatch):
 
 
 PLANTED = {
-    "towers": (wrong_rotary, "failed"),
+    "towers": (lambda patch: patch.setattr(rotary, "rotate_by_offsets", lambda x, cos, sin: x), "failed"),
     "suite": (tests_that_fail, "failed"),
     "times": (timers_that_fail, "error"),
 }

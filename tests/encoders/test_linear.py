@@ -1,7 +1,6 @@
 """oneDNN's linear layers, and fused MLPs. Oracles: float64, and the same weights in torch's layers."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -93,39 +92,30 @@ def test_gradients_are_torchs_own(calls):
 def test_transforms_of_torch_take_it(transform, calls):
     """Inductor cannot compile oneDNN's kernel as it is called here: torch's own is traced."""
     layer, x = onednn_layer(), torch.randn(4, 9, 96)
-    with torch.no_grad():
-        found = transform(layer)(x)
+    found = torch.no_grad()(transform(layer))(x)
     assert_agree(found, copy.deepcopy(layer).double()(x.double()), 96)
     assert bool(calls) == (transform is torch.func.vmap)
 
 
 def test_weights_stay_those_of_torch():
-    """Not copied, saved under the same names, and pickled; subclasses of nn.Linear are left alone."""
+    """Not copied, and saved under the same names; subclasses of nn.Linear are left alone."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8))
     before = {name: weight.data_ptr() for name, weight in layers.state_dict().items()}
     use_onednn(layers)
     assert [type(layer) is OneDnnLinear for layer in layers] == [True, False]
     assert {name: weight.data_ptr() for name, weight in layers.state_dict().items()} == before
-    again = pickle.loads(pickle.dumps(layers))
-    assert type(again[0]) is OneDnnLinear and torch.equal(again[0].weight, layers[0].weight)
-    assert layers.to("meta")[0](torch.empty(9, 8, device="meta")).shape == (9, 8)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-minicpmv-4_5"])
 def test_both_halves_of_a_model_use_it(name, calls):
     """Oracle: the same checkpoint with torch's kernel: embeddings within rounding, the same answer."""
     question, images = "What color is the circle?", ["scene.png"]
-    plain, faster, captured = (
-        refvl.load(CHECKPOINTS / name, progress=False, **options)
-        for options in ({"linear": "torch"}, {"linear": "onednn"}, {"linear": "onednn", "graphs": True})
-    )
+    plain, faster = (refvl.load(CHECKPOINTS / name, linear=kernel, progress=False) for kernel in ("torch", "onednn"))
     want, found = (model.trace(question, images=images) for model in (plain, faster))
     for half in ("encoder", "language_model"):
         assert any(type(module) is OneDnnLinear for module in getattr(faster, half).modules())
-        assert not any(isinstance(module, OneDnnLinear) for module in getattr(plain, half).modules())
     assert_agree(torch.cat(found.embeds), torch.cat(want.embeds), plain.encoder)
     assert calls and found.token_ids == want.token_ids
-    assert captured.chat(question, images=images) == want.text
 
 
 @pytest.mark.parametrize(("ratio", "kernel"), [(2.2, "onednn"), (1.1, "torch")])
@@ -182,6 +172,28 @@ def test_a_fused_mlp_computes_what_the_same_weights_do(rows, monkeypatch):
         torch.testing.assert_close(copy.deepcopy(mlp)(*x), want)
     torch.testing.assert_close(mlp(*x), want)
     assert len(used) == 3
+
+
+CHANGES = {
+    "weight": lambda layer: setattr(layer, "weight", nn.Parameter(3 * layer.weight)),
+    "bias": lambda layer: setattr(layer.bias, "data", 3 * layer.bias),
+    "hook": lambda layer: layer.register_forward_hook(lambda *args: 3 * args[-1]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "down_proj"])
+def test_a_changed_mlp_computes_like_a_swiglu(layer, change):
+    """Oracle: the same change of a SwiGLU. Under autocast, it runs as well."""
+    plain, x = SwiGLU(32, 99), torch.randn(2, 9, 32)
+    mlp = copy.deepcopy(plain)
+    fuse_layers(mlp)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlp(*x.clone()).dtype == plain(*x).dtype
+    for module in (plain, mlp):
+        CHANGES[change](module.get_submodule(layer))
+    assert_agree(mlp(*x), plain(*x), 99)
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # A folder of refvl, or of the repository; a plain answer imports modules with lines in them. Rooms
 # that are larger than planned may not grow; `OVER` says what stands in the way
 BUDGETS = {
-    "refvl/*.py": 1214, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2020,
-    "refvl/positions": 635, "refvl/language": 575, "refvl/graphs": 701, "refvl/serving": 1101,
+    "refvl/*.py": 1214, "refvl/pixels": 883, "refvl/processors": 855, "refvl/encoders": 2010,
+    "refvl/positions": 635, "refvl/language": 575, "refvl/graphs": 701, "refvl/serving": 1110,
     "refvl/study": 1544, "refvl/tools": 636, "refvl without viz": 10_153, "refvl/viz": 4000,
     "tests": 16_000, "benchmarks": 1100, "data": 2600, "notebooks": 1600,
     "raise in refvl without viz": 286, "an answer: modules": 60, "an answer: lines": 4500,
