@@ -172,7 +172,7 @@ def test_the_template_reads_the_rest_and_text_stays_text():
     ("part", "message"),
     [
         ({"type": "image", "image": "https://example.com/a.png"}, "image: .* opens no URLs; download the file"),
-        ({"type": "image", "image": TEXT[:-7] + "#"}, r"got /9j/\S{36}\.\.\. of [\d,]+ characters$"),
+        ({"type": "image", "image": TEXT[:-7] + "#"}, r"got /9j/\S{36}\.\.\. \([\d,]+ characters\)$"),
         ({"type": "video", "video": f"data:video/mp4;base64,{TEXT}"}, "video: .* file in memory; write it to disk"),
         ({"type": "video", "video": CLIP, "video_start": 9}, "no frame of 5.28 s is between 9 and inf s"),
         ({"type": "video", "video": [*FRAMES], "video_end": 1}, "expected a file, got frames"),
