@@ -48,13 +48,12 @@ class SpacedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, in) to (N, out)."""
-        if torch.compiler.is_compiling() or _has_mode() or input.ndim != 2 or _is_quantised(self):
+        if torch.compiler.is_compiling() or _has_mode() or input.ndim != 2 or _is_quantised(self.weight):
             return super().forward(input)
         size = len(input) * self.out_features
         out = input.new_empty(size + 2 * SPARE)[SPARE : SPARE + size].view(len(input), self.out_features)
-        if self.bias is None:
-            return torch.mm(input, self.weight.T, out=out)
-        return torch.addmm(self.bias, input, self.weight.T, out=out)
+        factors = input, self.weight.T
+        return torch.mm(*factors, out=out) if self.bias is None else torch.addmm(self.bias, *factors, out=out)
 
 
 class FusedSwiGLU(SwiGLU):
@@ -85,15 +84,16 @@ class FusedSwiGLU(SwiGLU):
 
     def is_fused(self) -> bool:
         """Return whether the layers are as `fuse_layers` left them, without adapters, hooks or new weights."""
-        gate, up, down = layers = self.gate_proj, self.up_proj, self.down_proj
+        layers = [*self.children()]  # checked once per block and call, so without the slower attributes
+        parts = [x for layer in layers for x in layer._parameters.values() if x is not None]
         changed = any(type(x) is not nn.Linear or x._forward_hooks or x._forward_pre_hooks for x in layers)
-        if changed or down.weight.is_contiguous() or torch.compiler.is_compiling():  # which cannot read addresses
-            return not changed and not down.weight.is_contiguous()
-        size, width = down.weight.itemsize, down.weight.stride(0)
-        pairs = (gate.weight, up.weight), (gate.bias, up.bias), (down.weight, down.bias)
-        steps = width * down.out_features, width, down.in_features
-        beside = (b.data_ptr() - a.data_ptr() == size * n for (a, b), n in zip(pairs, steps, strict=True))
-        return not any(map(_is_quantised, layers)) and all(beside)
+        if changed or len(parts) < 6 or any(map(_is_quantised, parts)):
+            return False
+        if torch.compiler.is_compiling():  # a compiler cannot read addresses
+            return not parts[4].is_contiguous()
+        gate, gate_bias, up, up_bias, down, down_bias = (x.data_ptr() for x in parts)
+        (E, used), width, size = parts[4].shape, parts[4].stride(0), parts[4].itemsize
+        return (up - gate, up_bias - gate_bias, down_bias - down) == (width * E * size, width * size, used * size)
 
 
 def _has_mode() -> bool:
@@ -101,9 +101,9 @@ def _has_mode() -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def _is_quantised(layer: nn.Linear) -> bool:
-    """Return whether the weight is of a class with its own kernels, such as those of torchao."""
-    return type(layer.weight).__torch_function__ is not nn.Parameter.__torch_function__
+def _is_quantised(weight: Tensor) -> bool:
+    """Return whether a weight is of a class with its own kernels, such as those of torchao."""
+    return type(weight).__torch_function__ is not nn.Parameter.__torch_function__
 
 
 def fuse_layers(tower: nn.Module) -> None:
